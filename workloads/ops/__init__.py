@@ -1,0 +1,1 @@
+"""The op kinds, by name, and the functions that record them in a graph."""
