@@ -1,1 +1,8 @@
 """The op kinds, by name, and the functions that record them in a graph."""
+
+from __future__ import annotations
+
+from workloads.ops.base import OpKind
+from workloads.ops.gemm_fp8 import GemmFp8Partial, GemmFp8Query
+
+KINDS: dict[str, OpKind] = {kind.name: kind for kind in (GemmFp8Partial(), GemmFp8Query())}

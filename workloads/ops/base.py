@@ -137,6 +137,8 @@ class OpKind(ABC):
     name: ClassVar[str]
     loaders: ClassVar[bool]  # has a W loader and an A loader warp besides the math group
     slots: ClassVar[tuple[str, ...]]  # operand slots, in the order of the device enum
+    tiled: ClassVar[bool] = True  # whether the binary depends on the tiling at all
+    constants: ClassVar[tuple[str, ...]] = ()  # op parameters that are template arguments
 
     @property
     def threads(self) -> int:

@@ -1,0 +1,111 @@
+"""The seams of the backends: what a device, a session and an executable owe their callers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from search_spaces.config import Config
+from search_spaces.gpu import GpuRecord
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Outcome of checking outputs (or, on a simulated device, the plan alone).
+
+    Attributes:
+        passed: whether a number may be taken.
+        stage: `plan`, `reference` or `bits`: the check that decided.
+        message: what was wrong, with tensor, count and worst index; empty when passed.
+    """
+
+    passed: bool
+    stage: str
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """What a record says about where its numbers come from."""
+
+    record: GpuRecord
+    simulated: bool
+    uuid: str
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+class Executable(Protocol):
+    """A config that is built and loaded on a device: one instance per rotation set behind one handle.
+
+    Attributes:
+        plan_key: canonical key of its plan; equal keys need not be measured twice.
+        numerics_key: names the output bits.
+    """
+
+    plan_key: str
+    numerics_key: str
+
+    def close(self) -> None:
+        """Frees what the executable holds on the device. Safe to call twice."""
+
+
+class Session(Protocol):
+    """One workload at one shape on one device: builds, checks and measures configs.
+
+    A session belongs to one thread of one process and owns its device context. Duties:
+      - `verify` comes before `measure` for every executable, and the two never share a function;
+      - `measure` interleaves: each round replays every executable once, in random order, each on a cold set;
+      - a sticky device error raises `CudaFailed` with `sticky` set; the session is then useless and must be dropped.
+    """
+
+    info: DeviceInfo
+    protocol: dict[str, Any]
+
+    def prepare(self, config: Config) -> Executable:
+        """Lowers, proves, builds and loads a config.
+
+        Raises:
+            IllegalConfig: the graph or the GPU cannot run it; the text is the reason.
+            UnsafePlan: the plan verifier found a witness.
+            BuildFailed: a binary does not compile.
+        """
+
+    def verify(self, executable: Executable) -> Verdict:
+        """Checks outputs against the reference once per numerics key, and bitwise against it for every plan."""
+
+    def measure(self, executables: Sequence[Executable], rounds: int) -> list[list[float]]:
+        """Spans in microseconds, bracket subtracted: one list of `rounds` readings per executable.
+
+        Readings of one round are paired across executables. Untimed warm-up replays come first.
+
+        Raises:
+            MeasurementVoid: the round was disturbed.
+        """
+
+    def floor_us(self) -> float:
+        """Microseconds to stream the workload's compulsory bytes once, cold, in the same bracket and run."""
+
+    def close(self) -> None:
+        """Frees the device. Safe to call twice."""
+
+
+@dataclass(frozen=True)
+class SessionSpec:
+    """What a session is opened on; plain data, so that it crosses a process boundary.
+
+    Attributes:
+        workload: registered name.
+        params: shape parameters.
+        device: `cuda:N` or `sim:NAME`.
+        ops: names of the sub-graph's ops, or None for the whole graph.
+        l2: `cold` or `warm`.
+        seed: of inputs and of replay order.
+    """
+
+    workload: str
+    params: dict[str, int | str]
+    device: str
+    ops: tuple[str, ...] | None = None
+    l2: str = "cold"
+    seed: int = 0

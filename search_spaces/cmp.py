@@ -1,0 +1,203 @@
+"""The CMP search space of one graph: dimensions, decoding of a point, canonical form, heuristic seeds.
+
+Orders and stream assignments are drawn through values that always decode to something legal: one priority per op
+gives a topological order (list scheduling), one stream label per op is relabelled by first use. Dimensions that cannot
+act are not made.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from search_spaces.config import (
+    NO_LIMIT_AHEAD,
+    PRIORITIES,
+    TRIGGERS,
+    WAITS,
+    CmpConfig,
+    OpSchedule,
+    relabel,
+)
+from search_spaces.errors import IllegalConfig
+from search_spaces.gpu import GpuRecord
+from workloads.graph import OpGraph
+from workloads.ops import KINDS
+from workloads.ops.base import Tiling
+
+MAX_STREAMS = 4
+W_AHEAD = (NO_LIMIT_AHEAD, 4, 2, 0)
+Value = int | float | str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A categorical dimension; `values` in order of preference."""
+
+    name: str
+    values: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class Priority:
+    """A random key in [0, 1]: higher goes earlier among ready ops."""
+
+    name: str
+
+
+Dimension = Choice | Priority
+
+
+class CmpSpace:
+    """The space of `CmpConfig`s of one graph on one GPU."""
+
+    def __init__(self, graph: OpGraph, gpu: GpuRecord) -> None:
+        self.graph = graph
+        self.gpu = gpu
+        self.dimensions: tuple[Dimension, ...] = tuple(self._dimensions())
+
+    def _dimensions(self) -> Iterable[Dimension]:
+        producers = {p for p, _ in self.graph.op_edges()}
+        consumers = {c for _, c in self.graph.op_edges()}
+        for op in self.graph.ops.values():
+            kind = KINDS[op.kind]
+            for field, values in kind.tunables(op, self.graph).items():
+                allowed = tuple(v for v in values if field != "core" or v in self.gpu.cores())
+                if len(allowed) > 1:
+                    yield Choice(f"{op.name}.{field}", allowed)
+            if op.name in producers:
+                yield Choice(f"{op.name}.trigger", TRIGGERS)
+            if op.name in consumers:
+                yield Choice(f"{op.name}.wait", tuple(reversed(WAITS)))
+                if kind.loaders and kind.tiled:
+                    yield Choice(f"{op.name}.w_ahead", W_AHEAD)
+            yield Choice(f"{op.name}.stream", tuple(range(MAX_STREAMS)))
+            yield Choice(f"{op.name}.priority", PRIORITIES)
+            yield Priority(f"{op.name}.order")
+        for producer, consumer in self.graph.op_edges():
+            yield Choice(f"{producer}>{consumer}.edge", ("programmatic", "ordinary"))
+        yield Choice("stream_edges", ("programmatic", "ordinary"))
+
+    def decode(self, point: Mapping[str, Value]) -> CmpConfig:
+        """The config of a point; dimensions that a point lacks take their default."""
+        order = self._order({n: float(point.get(f"{n}.order", 0.5)) for n in self.graph.ops})
+        ops = {name: self._schedule(name, point) for name in self.graph.ops}
+        streams = relabel(tuple(int(point.get(f"{name}.stream", i)) for i, name in enumerate(order)))
+        data = set(self.graph.op_edges())
+        programmatic = {e for e in data if point.get(f"{e[0]}>{e[1]}.edge", "programmatic") == "programmatic"}
+        if point.get("stream_edges", "programmatic") == "programmatic":
+            programmatic |= stream_edges(order, streams) - data
+        return CmpConfig(ops, order, streams, frozenset(programmatic))
+
+    def _schedule(self, name: str, point: Mapping[str, Value]) -> OpSchedule:
+        op = self.graph.ops[name]
+        tiling = dict(default_tiling(self.graph, name, self.gpu).__dict__)
+        for field in KINDS[op.kind].tunables(op, self.graph):
+            if f"{name}.{field}" in point:
+                tiling[field] = point[f"{name}.{field}"]
+        fallback = OpSchedule()
+        return OpSchedule(
+            tiling=Tiling(**tiling),
+            trigger=str(point.get(f"{name}.trigger", fallback.trigger)),
+            wait=str(point.get(f"{name}.wait", fallback.wait)),
+            w_ahead=int(point.get(f"{name}.w_ahead", fallback.w_ahead)),
+            priority=int(point.get(f"{name}.priority", fallback.priority)),
+        )
+
+    def _order(self, keys: Mapping[str, float]) -> tuple[str, ...]:
+        """List scheduling by key: the highest key among ready ops goes first, names break ties."""
+        waiting = {name: {p for p, c in self.graph.op_edges() if c == name} for name in self.graph.ops}
+        ready = [(-keys[name], name) for name, before in waiting.items() if not before]
+        heapq.heapify(ready)
+        order: list[str] = []
+        while ready:
+            _, name = heapq.heappop(ready)
+            order.append(name)
+            for other, before in waiting.items():
+                if name in before:
+                    before.remove(name)
+                    if not before:
+                        heapq.heappush(ready, (-keys[other], other))
+        return tuple(order)
+
+    def sample(self, rng: random.Random) -> dict[str, Value]:
+        """A uniform point."""
+        return {d.name: rng.random() if isinstance(d, Priority) else rng.choice(d.values) for d in self.dimensions}
+
+    def check(self, config: CmpConfig) -> None:
+        """Refuses what this GPU cannot hold.
+
+        Raises:
+            IllegalConfig: with the reason, naming the op.
+        """
+        for name, schedule in config.ops.items():
+            op, tiling = self.graph.ops[name], schedule.tiling
+            kind = KINDS[op.kind]
+            reason = kind.illegal(op, self.graph, tiling)
+            if reason is None and tiling.core not in self.gpu.cores():
+                reason = f"{name}: core {tiling.core} does not run on {self.gpu.arch}"
+            shared = kind.shared_bytes(op, tiling)
+            if reason is None and self.gpu.ctas_by_shared(shared) < tiling.ctas_per_sm:
+                reason = (
+                    f"{name}: {tiling.ctas_per_sm} CTAs of {shared} bytes of shared memory do not fit "
+                    f"{self.gpu.shared_per_sm} bytes of one multiprocessor"
+                )
+            if reason is not None:
+                raise IllegalConfig(reason)
+
+    def digest_text(self) -> str:
+        """What the space's hash is made from."""
+        return repr((self.graph.digest(), self.gpu.arch, self.gpu.sm_count, self.dimensions))
+
+
+def stream_edges(order: tuple[str, ...], streams: tuple[int, ...]) -> set[tuple[str, str]]:
+    """Consecutive pairs within each stream."""
+    pairs, last = set(), dict[int, str]()
+    for name, stream in zip(order, streams, strict=True):
+        if stream in last:
+            pairs.add((last[stream], name))
+        last[stream] = name
+    return pairs
+
+
+def default_tiling(graph: OpGraph, name: str, gpu: GpuRecord) -> Tiling:
+    """The untuned tiling: first choices, and the split that fills the GPU's first wave best.
+
+    This is the rule an expert starts from: whole waves (most CTAs that one wave of 64-row tiles holds), no less than
+    four k-blocks a split.
+    """
+    op = graph.ops[name]
+    kind = KINDS[op.kind]
+    choices = kind.tunables(op, graph)
+    tiling = dict(Tiling().__dict__) | {field: values[0] for field, values in choices.items()}
+    if "core" in choices and gpu.cores()[-1] in choices["core"]:
+        tiling["core"] = gpu.cores()[-1]
+    best = 1
+    for split in sorted(int(s) for s in choices.get("split_k", (1,))):
+        domain = kind.domain(op, graph, Tiling(**{**tiling, "split_k": split}))
+        if domain.num_tiles <= gpu.sm_count and domain.k_blocks >= 2 * split:
+            best = split
+    if "split_k" in choices:
+        tiling["split_k"] = best
+    return Tiling(**tiling)
+
+
+def serial(space: CmpSpace) -> CmpConfig:
+    """One stream, ordinary edges, default tilings."""
+    order = tuple(space.graph.ops)
+    ops = {name: OpSchedule(default_tiling(space.graph, name, space.gpu)) for name in order}
+    return CmpConfig(ops, order, (0,) * len(order), frozenset())
+
+
+def default(space: CmpSpace) -> CmpConfig:
+    """What one writes down without tuning: a stream per op, every data edge programmatic, W ahead of the wait.
+
+    Kernels trigger once their own weights are issued, so that a consumer's weights queue behind them.
+    """
+    order = tuple(space.graph.ops)
+    ops = {
+        name: OpSchedule(default_tiling(space.graph, name, space.gpu), trigger="weights_issued") for name in order
+    }
+    return CmpConfig(ops, order, tuple(range(len(order))), frozenset(space.graph.op_edges()))

@@ -1,0 +1,171 @@
+"""Configs: one point of a search space, frozen, printable and JSON.
+
+A config has three keys. The compile key of an op names a binary. The run key names everything else. The numerics key
+names the output bits: two configs with equal numerics keys that differ in one output bit are a bug.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, TypeVar
+
+from search_spaces.errors import ConfigError
+from workloads.graph import OpGraph
+from workloads.ops import KINDS
+from workloads.ops.base import Tiling
+
+T = TypeVar("T")
+
+TRIGGERS = ("none", "entry", "set_up", "weights_issued", "inputs_read", "stored")
+WAITS = ("entry", "after_setup", "a_loader_only")
+NO_LIMIT_AHEAD = 64  # more than any ring: every stage may be issued before the wait
+PRIORITIES = (0, 1, 2)  # node priority, higher runs first
+
+
+@dataclass(frozen=True)
+class OpSchedule:
+    """How CMP runs one op.
+
+    Attributes:
+        tiling: tile shape, split-K, core, stages, residency.
+        trigger: program point at which the kernel lets its programmatic consumers launch; `none` means at its end.
+        wait: `entry`, `after_setup`, or `a_loader_only` (only the acquires that every kernel makes).
+        w_ahead: W stages that may be issued before the wait.
+        priority: node priority, 0 to 2.
+    """
+
+    tiling: Tiling = Tiling()
+    trigger: str = "none"
+    wait: str = "a_loader_only"
+    w_ahead: int = NO_LIMIT_AHEAD
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class CmpConfig:
+    """A CUDA Graph + Multistream + PDL schedule of one graph.
+
+    Attributes:
+        ops: schedule per op name.
+        order: a topological order of the ops: the order in which nodes are created.
+        streams: stream of each op of `order`, labelled by first use. Ops of one stream run in `order`.
+        programmatic: (producer, consumer) edges that are programmatic; all others are ordinary.
+    """
+
+    ops: Mapping[str, OpSchedule]
+    order: tuple[str, ...]
+    streams: tuple[int, ...]
+    programmatic: frozenset[tuple[str, str]] = frozenset()
+
+    backend = "cmp"
+
+    def stream_of(self, op: str) -> int:
+        return self.streams[self.order.index(op)]
+
+
+@dataclass(frozen=True)
+class MegakernelConfig:
+    """A persistent-kernel schedule of one graph.
+
+    Attributes:
+        ops: tiling per op name.
+        order: topological order in which ops' tiles are dealt to the queues.
+        policy: queue policy; `round_robin` deals tile i to worker i mod workers.
+        workers: resident CTAs, at most one per multiprocessor; 0 means one per multiprocessor.
+    """
+
+    ops: Mapping[str, Tiling]
+    order: tuple[str, ...]
+    policy: str = "round_robin"
+    workers: int = 0
+
+    backend = "megakernel"
+
+
+Config = CmpConfig | MegakernelConfig
+
+
+def relabel(streams: tuple[int, ...]) -> tuple[int, ...]:
+    """Stream labels in order of first use, so that equal partitions are equal tuples."""
+    seen: dict[int, int] = {}
+    return tuple(seen.setdefault(stream, len(seen)) for stream in streams)
+
+
+def tiling_of(config: Config, op: str) -> Tiling:
+    schedule = config.ops[op]
+    return schedule.tiling if isinstance(schedule, OpSchedule) else schedule
+
+
+def splits_of(graph: OpGraph, config: Config) -> dict[str, int]:
+    """Split count of every partial tensor of a graph under a config."""
+    return {
+        tensor: tiling_of(config, op.name).split_k
+        for op in graph.ops.values()
+        for tensor in op.writes.values()
+        if graph.tensors[tensor].role == "partial"
+    }
+
+
+def to_json(config: Config) -> dict[str, Any]:
+    """A JSON object from which `from_json` rebuilds an equal config."""
+    document: dict[str, Any] = {"backend": config.backend, "ops": {n: asdict(config.ops[n]) for n in sorted(config.ops)}}
+    document["order"] = list(config.order)
+    if isinstance(config, CmpConfig):
+        document["streams"] = list(config.streams)
+        document["programmatic"] = sorted(f"{p}>{c}" for p, c in config.programmatic)
+    else:
+        document["policy"], document["workers"] = config.policy, config.workers
+    return document
+
+
+def from_json(document: Mapping[str, Any]) -> Config:
+    """Rebuilds a config.
+
+    Raises:
+        ConfigError: a field is missing, unknown, or of the wrong form.
+    """
+    try:
+        backend, order = document["backend"], tuple(document["order"])
+        if backend == "cmp":
+            edges = (tuple(edge.split(">", 1)) for edge in document["programmatic"])
+            return CmpConfig(
+                ops={name: _schedule(value) for name, value in document["ops"].items()},
+                order=order,
+                streams=tuple(document["streams"]),
+                programmatic=frozenset((p, c) for p, c in edges),
+            )
+        if backend == "megakernel":
+            tilings = {name: _known(Tiling, value) for name, value in document["ops"].items()}
+            return MegakernelConfig(tilings, order, document["policy"], document["workers"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"malformed config: {type(error).__name__} {error}") from error
+    raise ConfigError(f"unknown backend {backend!r} in a config: use cmp or megakernel")
+
+
+def _known(kind: type[T], value: Mapping[str, Any]) -> T:
+    unknown = set(value) - {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    if unknown:
+        raise ConfigError(f"malformed config: unknown field {sorted(unknown)[0]!r}")
+    return kind(**value)
+
+
+def _schedule(value: Mapping[str, Any]) -> OpSchedule:
+    return replace(_known(OpSchedule, value), tiling=_known(Tiling, value["tiling"]))
+
+
+def run_key(config: Config) -> str:
+    """Content hash of the whole config, 16 hex digits."""
+    return hashlib.sha256(json.dumps(to_json(config), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def numerics_key(graph: OpGraph, config: Config, arch: str) -> str:
+    """What names the output bits, readable: `sm_90a|B0:wgmma/split3/groups2|...`."""
+    parts = [arch]
+    for op in graph.ops.values():
+        text = KINDS[op.kind].numerics(op, tiling_of(config, op.name))
+        if text:
+            parts.append(f"{op.name}:{text}")
+    return "|".join(parts)
