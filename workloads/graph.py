@@ -133,11 +133,6 @@ class OpGraph:
         """Names of the tensors that a caller may read after a run."""
         return tuple(n for n in self._writers if self.tensors[n].role in (Role.OUTPUT, Role.STATE))
 
-    def compulsory_bytes(self) -> int:
-        """Bytes of the weights that a run must stream once."""
-        used = {name for op in self.ops.values() for name in op.reads.values()}
-        return sum(t.bytes for t in self.tensors.values() if t.role is Role.WEIGHT and t.name in used)
-
     def subgraph(self, names: Iterable[str]) -> OpGraph:
         """The sub-graph of the named ops, closed under its inputs.
 

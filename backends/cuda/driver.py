@@ -1,0 +1,258 @@
+"""The CUDA driver, as the few verbs that spantune needs. The only module that calls `cuda.bindings.driver`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from backends.errors import CudaFailed, DeviceError
+from search_spaces.gpu import GpuRecord
+from workloads.ops.base import TensorMapSpec
+
+MIN_CAPABILITY = (9, 0)
+USE_NODE_PRIORITY = 8  # CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY; without it priorities are ignored
+PORT_PROGRAMMATIC = 1  # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
+ELEMENT_BYTES = {"u8": 1, "bf16": 2, "f32": 4}
+
+
+@lru_cache(maxsize=1)
+def _bindings() -> Any:  # noqa: ANN401 - a module of generated bindings
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise DeviceError("CUDA bindings are not installed: install spantune[cuda13]") from error
+    try:
+        code = driver.cuInit(0)[0]
+    except Exception as error:  # the loader raises its own type when libcuda is missing
+        raise DeviceError("no CUDA driver on this machine: use --device sim:b300, or install the driver") from error
+    if int(code) != 0:
+        raise DeviceError(f"the CUDA driver does not start ({code.name}): use --device sim:b300, or check the driver")
+    return driver
+
+
+def call(name: str, *arguments: object) -> Any:  # noqa: ANN401 - whatever the entry point returns
+    """Calls a driver entry point and returns its values (None, one, or a tuple).
+
+    Raises:
+        CudaFailed: the driver's code is not success.
+    """
+    code, *values = getattr(_bindings(), name)(*arguments)
+    if int(code) != 0:
+        raise CudaFailed(name, int(code), code.name)
+    return values[0] if len(values) == 1 else tuple(values) or None
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU whose primary context is current in this thread."""
+
+    index: int
+    record: GpuRecord
+    uuid: str
+    driver_version: str
+    stream: Any
+
+
+def open_gpu(index: int) -> Gpu:
+    """Makes a GPU's primary context current and reads its record.
+
+    Raises:
+        DeviceError: no such GPU, or one below compute capability 9.0.
+    """
+    driver = _bindings()
+    count = call("cuDeviceGetCount")
+    if not 0 <= index < count:
+        raise DeviceError(f"no device cuda:{index}: this machine has {count} GPU{'s' if count != 1 else ''}")
+    device = call("cuDeviceGet", index)
+    attribute = driver.CUdevice_attribute
+
+    def read(name: str) -> int:
+        return int(call("cuDeviceGetAttribute", getattr(attribute, f"CU_DEVICE_ATTRIBUTE_{name}"), device))
+
+    major, minor = read("COMPUTE_CAPABILITY_MAJOR"), read("COMPUTE_CAPABILITY_MINOR")
+    name = call("cuDeviceGetName", 128, device).split(b"\0")[0].decode()
+    if (major, minor) < MIN_CAPABILITY:
+        raise DeviceError(f"{name} is sm_{major}{minor}: programmatic dependent launch needs sm_90 or newer")
+    record = GpuRecord(
+        name=name,
+        arch=f"sm_{major}{minor}a",
+        sm_count=read("MULTIPROCESSOR_COUNT"),
+        l2_bytes=read("L2_CACHE_SIZE"),
+        shared_per_sm=read("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"),
+        shared_per_block=read("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+        registers_per_sm=read("MAX_REGISTERS_PER_MULTIPROCESSOR"),
+        threads_per_sm=read("MAX_THREADS_PER_MULTIPROCESSOR"),
+        reserved_shared=read("RESERVED_SHARED_MEMORY_PER_BLOCK"),
+    )
+    call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", device))
+    uuid = bytes(call("cuDeviceGetUuid", device).bytes).hex()
+    version = int(call("cuDriverGetVersion"))
+    stream = call("cuStreamCreate", 1)  # non-blocking
+    return Gpu(index, record, uuid, f"{version // 1000}.{version % 1000 // 10}", stream)
+
+
+def allocate(size: int) -> int:
+    """Plain device memory; returns its address."""
+    return int(call("cuMemAlloc", size))
+
+
+def free(address: int) -> None:
+    call("cuMemFree", address)
+
+
+def allocate_host(size: int) -> int:
+    """Pinned host memory; returns its address."""
+    return int(call("cuMemHostAlloc", size, 0))
+
+
+def free_host(address: int) -> None:
+    call("cuMemFreeHost", address)
+
+
+def fill(address: int, byte: int, size: int, stream: object) -> None:
+    call("cuMemsetD8Async", address, byte, size, stream)
+
+
+def copy(target: int, source: int, size: int, stream: object) -> None:
+    """Device to device, in stream order."""
+    call("cuMemcpyDtoDAsync", target, source, size, stream)
+
+
+def copy_to_host(target: int, source: int, size: int, stream: object) -> None:
+    call("cuMemcpyDtoHAsync", target, source, size, stream)
+
+
+def synchronize(stream: object) -> None:
+    call("cuStreamSynchronize", stream)
+
+
+def load_kernel(path: Path, name: str, shared_limit: int) -> Any:  # noqa: ANN401 - a driver handle
+    """Loads a cubin and returns one kernel, ready for its most shared memory and with the maximal carve-out.
+
+    NOTE: every kernel of a graph asks for the same carve-out, or a kernel with large shared memory starts only when a
+    small one beside it has ended.
+    """
+    module = call("cuModuleLoadData", path.read_bytes())
+    kernel = call("cuModuleGetFunction", module, name.encode())
+    attributes = _bindings().CUfunction_attribute
+    static = int(call("cuFuncGetAttribute", attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, kernel))
+    call("cuFuncSetAttribute", kernel, attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
+    call("cuFuncSetAttribute", kernel, attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_limit - static)
+    return kernel
+
+
+def ctas_per_sm(kernel: object, threads: int, shared_bytes: int) -> int:
+    """Resident CTAs that the driver grants a kernel on one multiprocessor."""
+    return int(call("cuOccupancyMaxActiveBlocksPerMultiprocessor", kernel, threads, shared_bytes))
+
+
+def encode_map(spec: TensorMapSpec, address: int) -> bytes:
+    """The 128 bytes of a tensor map over a tensor at `address`."""
+    driver = _bindings()
+    kinds = driver.CUtensorMapDataType
+    kind = {
+        "u8": kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        "bf16": kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        "f32": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+    }[spec.element]
+    swizzles = driver.CUtensorMapSwizzle
+    swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_128B if spec.swizzle else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE
+    rank = len(spec.dims)
+    encoded = call(
+        "cuTensorMapEncodeTiled",
+        kind,
+        rank,
+        address + spec.offset_bytes,
+        [driver.cuuint64_t(d) for d in spec.dims],
+        [driver.cuuint64_t(s) for s in spec.strides],
+        [driver.cuuint32_t(b) for b in spec.box],
+        [driver.cuuint32_t(1)] * rank,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        swizzle,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    return ctypes.string_at(encoded.getPtr(), 128)
+
+
+class Graph:
+    """A CUDA graph under construction, and then its executable."""
+
+    def __init__(self) -> None:
+        self._graph = call("cuGraphCreate", 0)
+        self._exec: Any = None
+        self._ids: dict[int, int] = {}
+
+    def add_kernel(
+        self,
+        kernel: object,
+        grid: tuple[int, int, int],
+        threads: int,
+        shared_bytes: int,
+        arguments: Sequence[ctypes.Array[Any] | ctypes._SimpleCData[Any]],
+        priority: int = 0,
+    ) -> Any:  # noqa: ANN401 - a driver handle
+        """Adds a kernel node without edges. The driver copies the arguments here."""
+        driver = _bindings()
+        params = driver.CUDA_KERNEL_NODE_PARAMS()
+        params.func = kernel
+        params.gridDimX, params.gridDimY, params.gridDimZ = grid
+        params.blockDimX, params.blockDimY, params.blockDimZ = threads, 1, 1
+        params.sharedMemBytes = shared_bytes
+        table = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
+        params.kernelParams = ctypes.addressof(table)
+        node = call("cuGraphAddKernelNode", self._graph, [], 0, params)
+        if priority:
+            value = driver.CUkernelNodeAttrValue()
+            value.priority = -priority  # the driver counts down
+            call("cuGraphKernelNodeSetAttribute", node, driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PRIORITY, value)
+        self._ids[int(node)] = len(self._ids)
+        return node
+
+    def add_edge(self, producer: object, consumer: object, *, programmatic: bool) -> None:
+        """Adds one edge.
+
+        NOTE: one edge a call. With a list, the driver applies the first element's data to every edge of the call.
+        """
+        call("cuGraphAddDependencies", self._graph, [producer], [consumer], [self._edge_data(programmatic)], 1)
+
+    @staticmethod
+    def _edge_data(programmatic: bool) -> Any:  # noqa: ANN401 - a driver struct
+        driver = _bindings()
+        data = driver.CUgraphEdgeData()
+        if programmatic:
+            data.from_port = PORT_PROGRAMMATIC
+            data.type = driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+        return data
+
+    def edges(self) -> set[tuple[int, int, bool]]:
+        """Edges as the driver holds them: (producer, consumer) by order of addition, and whether programmatic."""
+        count = call("cuGraphGetEdges", self._graph, 0)[-1]
+        if count == 0:
+            return set()
+        sources, targets, data, count = call("cuGraphGetEdges", self._graph, count)
+        return {
+            (self._ids[int(sources[i])], self._ids[int(targets[i])], int(data[i].type) == 1 and data[i].from_port == 1)
+            for i in range(count)
+        }
+
+    def instantiate(self, stream: object) -> None:
+        """Makes the graph launchable and uploads it."""
+        self._exec = call("cuGraphInstantiate", self._graph, USE_NODE_PRIORITY)
+        call("cuGraphUpload", self._exec, stream)
+
+    def launch(self, stream: object) -> None:
+        call("cuGraphLaunch", self._exec, stream)
+
+    def close(self) -> None:
+        """Frees the graph. Safe to call twice."""
+        if self._exec is not None:
+            call("cuGraphExecDestroy", self._exec)
+            self._exec = None
+        if self._graph is not None:
+            call("cuGraphDestroy", self._graph)
+            self._graph = None

@@ -1,0 +1,277 @@
+"""A session on a real GPU: builds graphs over rotation sets, checks them, and reads their spans."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from backends.base import DeviceInfo, SessionSpec, Verdict
+from backends.cmp.build import Bracket, MapCache, bracketed_kernel, build_graph
+from backends.cuda import binding, driver, jit, memory
+from backends.cuda.floor import stream_launches
+from backends.cuda.kernels import Kernels
+from backends.errors import UnsafePlan
+from backends.measure.protocol import Protocol
+from backends.measure.stats import hodges_lehmann, trimmed_mean
+from backends.measure.verify import POISON, Variant, Verifier
+from backends.plan import launches
+from backends.plan.verify import verify as verify_plan
+from search_spaces.cmp import CmpSpace
+from search_spaces.config import CmpConfig, Config, numerics_key
+from search_spaces.errors import IllegalConfig
+from workloads import registry
+from workloads.graph import Role
+from workloads.ops import compulsory_bytes
+
+SLOTS = 4096  # stamp pairs that one measuring call may hold before it reads them
+
+
+@dataclass
+class CudaExecutable:
+    """A config's graphs, one per rotation set."""
+
+    plan: launches.LaunchPlan
+    plan_key: str
+    numerics_key: str
+    graphs: list[driver.Graph]
+
+    def close(self) -> None:
+        for graph in self.graphs:
+            graph.close()
+        self.graphs = []
+
+
+class CudaSession:
+    """One workload at one shape on one GPU. See `backends.base.Session` for its duties."""
+
+    def __init__(self, spec: SessionSpec, index: int) -> None:
+        self._workload = registry.get(spec.workload)
+        self._shape = self._workload.shape(spec.params)
+        graph = self._workload.graph(self._shape)
+        self.graph = graph.subgraph(spec.ops) if spec.ops else graph
+        self._gpu = driver.open_gpu(index)
+        self.space = CmpSpace(self.graph, self._gpu.record)
+        self.kernels = Kernels(self._gpu.record)
+        self._protocol = Protocol(l2=spec.l2)
+        self._rng = random.Random(spec.seed)
+        self._maps = MapCache()
+        self._next_set = 0
+        self._allocate()
+        self._load_data(spec.seed)
+        self.info = DeviceInfo(self._gpu.record, False, self._gpu.uuid, _versions(self._gpu.driver_version))
+        self.bracket_us = self._read_bracket()
+        self.protocol: dict[str, Any] = {
+            **self._protocol.describe(),
+            "sets": len(self._sets),
+            "bracket_us": round(self.bracket_us, 4),
+            "source_hash": jit.source_hash(),
+        }
+
+    # --- Memory ---
+
+    def _allocate(self) -> None:
+        self._inputs = memory.allocate(memory.input_sizes(self.graph))
+        written = memory.written_sizes(self.graph, memory.largest_splits(self.graph))
+        self._written = memory.allocate(written)
+        sizes = memory.set_sizes(self.graph)
+        count = self._protocol.num_sets(self._gpu.record.l2_bytes, compulsory_bytes(self.graph))
+        self._sets = [memory.allocate(sizes) for _ in range(count)]
+        self._warm = [t for t in self.graph.tensors.values() if t.role is Role.INPUT and t.dtype in ("bf16", "f32")][:2]
+        self._pristine = memory.allocate({t.name: t.bytes for t in self._warm})
+        self._stamps = driver.allocate(16 * len(self._sets))
+        self._readings = driver.allocate_host(16 * SLOTS)
+
+    def _addresses(self, index: int) -> dict[str, int]:
+        return {**self._inputs.addresses(), **self._written.addresses(), **self._sets[index].addresses()}
+
+    def _load_data(self, seed: int) -> None:
+        inputs, reference = self._workload.inputs(), self._workload.reference()
+        base = dict(inputs.make_inputs(self._shape, seed, "cuda"))
+        variants = [base, {**base, **inputs.refresh(self._shape, base, seed + 1)}]
+        weights = [t.name for t in self.graph.tensors.values() if t.role is Role.WEIGHT]
+        for arena in self._sets:
+            self._upload(arena, base, [*weights, *self._states()])
+        bound = [Variant(v, reference.reference(self._shape, v)) for v in variants]
+        self._verifier = Verifier(
+            bound, self._load_variant, self._outputs, lambda got, want: list(reference.compare(self._shape, got, want))
+        )
+        self._base = bound[0]
+        self._load_variant(self._base)
+
+    def _states(self) -> list[str]:
+        return [t.name for t in self.graph.tensors.values() if t.role is Role.STATE]
+
+    def _upload(self, arena: memory.Arena, tensors: Any, names: Sequence[str]) -> None:  # noqa: ANN401
+        addresses = arena.addresses()
+        for name in names:
+            binding.upload(addresses[name], tensors[name])
+
+    def _load_variant(self, variant: Variant) -> None:
+        """Inputs and set 0's caches become the variant's; everything that ops write becomes poison."""
+        self._upload(self._inputs, variant.tensors, list(self._inputs.slices))
+        self._upload(self._pristine, variant.tensors, [t.name for t in self._warm])
+        self._upload(self._sets[0], variant.tensors, self._states())
+        binding.bytes_at(self._written.base, self._written.bytes).fill_(POISON)
+        driver.call("cuCtxSynchronize")
+
+    def _outputs(self) -> dict[str, Any]:
+        """Views of what ops write, partials left out, with set 0's caches."""
+        addresses = self._addresses(0)
+        roles = (Role.INNER, Role.OUTPUT, Role.STATE)
+        tensors = [t for t in self.graph.tensors.values() if t.role in roles and self.graph.writers(t.name)]
+        return {t.name: binding.tensor_at(addresses[t.name], t.shape, t.dtype) for t in tensors}
+
+    # --- Executables ---
+
+    def _bracket(self, index: int) -> Bracket:
+        source, target = self._pristine.addresses(), self._inputs.addresses()
+        copies = tuple((source[t.name], target[t.name], t.bytes // 16) for t in self._warm)
+        return Bracket(copies, self._stamps + 16 * index)
+
+    def prepare(self, config: Config, *, delay_us: int = 0) -> CudaExecutable:
+        """See `Session.prepare`. `delay_us` makes every triggering thread sleep after its trigger (fault injection)."""
+        if not isinstance(config, CmpConfig):
+            raise IllegalConfig(f"backend {config.backend} does not run in this session: use cmp")
+        self.space.check(config)
+        plan = launches.lower(self.graph, config, self._gpu.record.arch)
+        verdict = verify_plan(self.graph, plan)
+        if not verdict.passed:
+            raise UnsafePlan(verdict.message)
+        key = numerics_key(self.graph, config, self._gpu.record.arch)
+        executable = CudaExecutable(plan, plan.key(), key, [])
+        try:
+            for index in range(len(self._sets)):
+                executable.graphs.append(self._graph(plan, index, delay_us))
+        except BaseException:
+            executable.close()
+            raise
+        return executable
+
+    def _graph(self, plan: launches.LaunchPlan | None, index: int, delay_us: int = 0) -> driver.Graph:
+        return build_graph(
+            plan,
+            self.kernels,
+            self._addresses(index),
+            self._maps,
+            self._gpu.stream,
+            bracket=self._bracket(index),
+            delay_us=delay_us,
+        )
+
+    def verify(self, executable: CudaExecutable) -> Verdict:
+        verdict = self._verifier.check(executable.numerics_key, lambda: self._replay(executable))
+        self._load_variant(self._base)
+        return verdict
+
+    def outputs(self, executable: CudaExecutable, variant: int = 0) -> dict[str, Any]:
+        """Copies of everything that the executable writes for one of the session's input variants."""
+        return self._verifier.outputs_for(variant, lambda: self._replay(executable))
+
+    def _replay(self, executable: CudaExecutable) -> None:
+        executable.graphs[0].launch(self._gpu.stream)
+        driver.synchronize(self._gpu.stream)
+
+    # --- Spans ---
+
+    def measure(self, executables: Sequence[CudaExecutable], rounds: int) -> list[list[float]]:
+        """See `Session.measure`."""
+        readings: list[list[float]] = [[] for _ in executables]
+        graphs = [executable.graphs for executable in executables]
+        for owner, microseconds in self._read(graphs, rounds):
+            readings[owner].append(microseconds - self.bracket_us)
+        return readings
+
+    def _read(self, graphs: Sequence[Sequence[driver.Graph]], rounds: int) -> list[tuple[int, float]]:
+        """Replays every graph list `rounds` times in random order; (list index, microseconds) in replay order.
+
+        Replays are queued back to back, so that the GPU keeps its clocks; each timed replay follows untimed ones of the
+        same config on other sets.
+        """
+        found: list[tuple[int, float]] = []
+        owners: list[int] = []
+        for done in range(rounds):
+            order = list(range(len(graphs)))
+            self._rng.shuffle(order)
+            for owner in order:
+                self._queue(graphs[owner], len(owners))
+                owners.append(owner)
+            if len(owners) + len(graphs) > SLOTS or done == rounds - 1 or len(owners) >= 256:
+                found += self._collect(owners)
+                owners = []
+        return found
+
+    def _queue(self, graphs: Sequence[driver.Graph], slot: int) -> None:
+        for _ in range(self._protocol.warmups + 1):
+            index = self._next_set % len(graphs)
+            self._next_set += 1
+            graphs[index].launch(self._gpu.stream)
+        driver.copy_to_host(self._readings + 16 * slot, self._stamps + 16 * index, 16, self._gpu.stream)
+
+    def _collect(self, owners: Sequence[int]) -> list[tuple[int, float]]:
+        driver.synchronize(self._gpu.stream)
+        stamps = (ctypes.c_uint64 * (2 * len(owners))).from_address(self._readings)
+        return [(owner, (stamps[2 * i + 1] - stamps[2 * i]) / 1000) for i, owner in enumerate(owners)]
+
+    def _read_bracket(self) -> float:
+        graphs = [self._graph(None, index) for index in range(len(self._sets))]
+        try:
+            self._read([graphs], 20)
+            return trimmed_mean([us for _, us in self._read([graphs], self._protocol.bracket_replays)])
+        finally:
+            for graph in graphs:
+                graph.close()
+
+    def floor_us(self) -> float:
+        """See `Session.floor_us`. The best of plain loads and bulk copies over several grids."""
+        size = compulsory_bytes(self.graph)
+        lists = [
+            [
+                bracketed_kernel(self.kernels, launch(self.kernels, arena.base, size, self._stamps), self._bracket(i))
+                for i, arena in enumerate(self._sets)
+            ]
+            for launch in stream_launches(self._gpu.record.sm_count)
+        ]
+        try:
+            for graph in (g for graphs in lists for g in graphs):
+                graph.instantiate(self._gpu.stream)
+            readings: list[list[float]] = [[] for _ in lists]
+            for owner, microseconds in self._read(lists, self._protocol.min_rounds * 2):
+                readings[owner].append(microseconds - self.bracket_us)
+            return min(hodges_lehmann(samples) for samples in readings)
+        finally:
+            for graph in (g for graphs in lists for g in graphs):
+                graph.close()
+
+    def clocks(self) -> dict[str, str]:
+        """SM clock, power, throttle reasons and other processes, as nvidia-smi tells; empty where it does not."""
+        fields = "clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu,clocks_event_reasons.active"
+        command = ["nvidia-smi", f"--id={self._gpu.index}", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+        try:
+            text = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        except (OSError, subprocess.SubprocessError):
+            return {}
+        return dict(zip(fields.split(","), (v.strip() for v in text.split(",")), strict=False))
+
+    def close(self) -> None:
+        """Frees the device. Safe to call twice."""
+        for arena in (*self._sets, self._inputs, self._written, self._pristine):
+            arena.close()
+        if self._stamps:
+            driver.free(self._stamps)
+            driver.free_host(self._readings)
+            self._stamps = 0
+
+
+def _versions(driver_version: str) -> dict[str, str]:
+    found = {"driver_cuda": driver_version, "nvrtc": jit.compiler_version()}
+    for name in ("torch", "cuda-bindings", "spantune"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,50 @@
+"""From a compile key to the text of one translation unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from backends.plan.launches import CompileKey
+
+CORE_TYPES = {"mma_sync": "MmaSyncCore", "wgmma": "WgmmaCore"}
+KERNEL_NAME = "spantune_kernel"
+SYSTEM_SOURCE = '#include "spantune/system.cuh"\n'
+
+
+@dataclass(frozen=True)
+class DeviceOp:
+    """Where an op kind's device code is.
+
+    Attributes:
+        header: below `include/spantune/`.
+        maps: tensor maps of its operand row.
+        expression: C++ type of an instance.
+    """
+
+    header: str
+    maps: int
+    expression: Callable[[CompileKey], str]
+
+
+def _gemm(epilogue: str) -> Callable[[CompileKey], str]:
+    def expression(key: CompileKey) -> str:
+        t = key.tiling
+        return f"GemmFp8<{t.rows}, {t.block_m}, {t.stages}, spantune::{CORE_TYPES[t.core]}, spantune::{epilogue}>"
+
+    return expression
+
+
+DEVICE_OPS: dict[str, DeviceOp] = {
+    "gemm_fp8_partial": DeviceOp("ops/gemm_fp8.cuh", 2, _gemm("PartialEpilogue")),
+    "gemm_fp8_query": DeviceOp("ops/gemm_fp8.cuh", 2, _gemm("QueryRopeEpilogue")),
+}
+
+
+def grid_source(key: CompileKey) -> str:
+    """The translation unit of one grid kernel, named `KERNEL_NAME`."""
+    op = DEVICE_OPS[key.kind]
+    return (
+        f'#include "spantune/shells/grid.cuh"\n#include "spantune/{op.header}"\n'
+        f"SPANTUNE_GRID_KERNEL({KERNEL_NAME}, {op.maps}, {key.tiling.ctas_per_sm}, spantune::{op.expression(key)})\n"
+    )

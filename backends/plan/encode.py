@@ -1,0 +1,41 @@
+"""The host side of the device ABI: bytes of kernel parameters. Mirrors backends/cuda/include/spantune."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+
+from backends.plan.launches import KernelNode
+from workloads.ops.base import Operand, Pointer, TensorMapSpec
+
+OPERAND_SLOTS = 16
+MAP_BYTES = 128
+GRID_HEADER_BYTES = OPERAND_SLOTS * 8 + 64
+
+
+def operand_row(operands: Sequence[Operand], addresses: Mapping[str, int]) -> list[int]:
+    """The row of 64-bit slots: addresses, numbers, and for tensor maps their index in the parameter block."""
+    row, maps = [], 0
+    for operand in operands:
+        if isinstance(operand, Pointer):
+            row.append(addresses[operand.tensor])
+        elif isinstance(operand, TensorMapSpec):
+            row.append(maps)
+            maps += 1
+        else:
+            row.append(operand)
+    if len(row) > OPERAND_SLOTS:
+        raise ValueError(f"{len(row)} operands, at most {OPERAND_SLOTS}")
+    return row + [0] * (OPERAND_SLOTS - len(row))
+
+
+def map_specs(operands: Sequence[Operand]) -> list[TensorMapSpec]:
+    """The tensor maps of an operand row, in index order."""
+    return [operand for operand in operands if isinstance(operand, TensorMapSpec)]
+
+
+def grid_args(node: KernelNode, addresses: Mapping[str, int], maps: Sequence[bytes], *, delay_us: int = 0) -> bytes:
+    """`GridArgs` of shells/grid.cuh: 16 operand slots, 16 words, then the tensor maps (at least room for one)."""
+    words = (node.k_blocks, node.splits, node.trigger, node.wait, node.w_ahead, delay_us, *([0] * 10))
+    body = struct.pack("<16Q16i", *operand_row(node.operands, addresses), *words)
+    return body + (b"".join(maps) if maps else bytes(MAP_BYTES))

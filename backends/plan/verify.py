@@ -1,0 +1,96 @@
+"""Proofs over launch plans. A verdict comes back with a witness; nothing here raises on an unsafe plan.
+
+What makes a path of edges enough, ordinary or programmatic: every kernel waits for its in-edges in every role before
+its first access to mutable data, so a kernel's completion implies that of all its ancestors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from itertools import combinations
+
+from backends.base import Verdict
+from backends.plan.launches import KernelNode, LaunchPlan
+from workloads.graph import OpGraph, Role
+from workloads.ops import KINDS
+from workloads.ops.base import Region, Tiling
+
+
+def verify(graph: OpGraph, plan: LaunchPlan) -> Verdict:
+    """Proves that a plan orders every read after its writer and every two writers of one place.
+
+    Checked: nodes are the graph's ops, edges join known nodes, the plan is acyclic, each data edge and each pair of
+    overlapping writers, or of a writer and an unrelated reader, is joined by a path.
+    """
+    names = [node.op for node in plan.nodes]
+    if sorted(names) != sorted(graph.ops):
+        return _unsafe(f"plan runs {', '.join(names)}, but {graph.name} has {', '.join(graph.ops)}")
+    for edge in plan.edges:
+        if edge.producer not in graph.ops or edge.consumer not in graph.ops:
+            return _unsafe(f"edge {edge.producer} -> {edge.consumer} names an op that is not in the plan")
+    before = ancestors(plan)
+    if before is None:
+        return _unsafe("the edges form a cycle")
+    for data in graph.edges():
+        if data.producer not in before[data.consumer]:
+            return _unsafe(f"{data.consumer} reads {data.tensor}, but no path orders it after {data.producer}")
+    return _check_hazards(graph, plan, before) or Verdict(True, "plan")
+
+
+def ancestors(plan: LaunchPlan) -> dict[str, set[str]] | None:
+    """All ops that a path leads from, per op; None when the edges form a cycle."""
+    parents: dict[str, list[str]] = {node.op: [] for node in plan.nodes}
+    for edge in plan.edges:
+        parents[edge.consumer].append(edge.producer)
+    found: dict[str, set[str]] = {}
+    waiting = dict(parents)
+    while waiting:
+        ready = [name for name, before in waiting.items() if all(p in found for p in before)]
+        if not ready:
+            return None
+        for name in ready:
+            found[name] = set(waiting[name]).union(*(found[p] for p in waiting.pop(name)))
+    return found
+
+
+def _check_hazards(graph: OpGraph, plan: LaunchPlan, before: dict[str, set[str]]) -> Verdict | None:
+    """Write after write and write after read, between ops that no path joins."""
+    nodes = {node.op: node for node in plan.nodes}
+    for tensor in graph.tensors.values():
+        if tensor.role in (Role.WEIGHT, Role.INPUT):
+            continue
+        touching = [op for op in graph.ops.values() if tensor.name in (*op.reads.values(), *op.writes.values())]
+        for a, b in combinations(touching, 2):
+            writes = tensor.name in a.writes.values() or tensor.name in b.writes.values()
+            if not writes or a.name in before[b.name] or b.name in before[a.name]:
+                continue
+            hull_a, hull_b = (_hull(graph, x.name, tensor.name, _tiling(nodes[x.name])) for x in (a, b))
+            if hull_a is None or hull_b is None or hull_a.overlaps(hull_b):
+                return _unsafe(f"{a.name} and {b.name} touch the same part of {tensor.name} and no path orders them")
+    return None
+
+
+def _tiling(node: KernelNode) -> Tiling:
+    return replace(node.binary.tiling, split_k=node.splits)
+
+
+@lru_cache(maxsize=1024)
+def _hull(graph: OpGraph, name: str, tensor: str, tiling: Tiling) -> Region | None:
+    """Smallest box that holds what an op writes of a tensor; None when it only reads it."""
+    op = graph.ops[name]
+    kind = KINDS[op.kind]
+    regions = [
+        region
+        for tile in kind.domain(op, graph, tiling)
+        for region in kind.writes(op, graph, tiling, tile)
+        if region.tensor == tensor
+    ]
+    if not regions:
+        return None
+    axes = zip(*(region.box for region in regions), strict=True)
+    return Region(tensor, tuple((min(low for low, _ in axis), max(high for _, high in axis)) for axis in axes))
+
+
+def _unsafe(witness: str) -> Verdict:
+    return Verdict(False, "plan", witness)
