@@ -16,7 +16,6 @@ LOCK := requirements/cpu.lock
 WORKLOAD ?= attention_pre
 DEVICE ?= sim:b300
 TRIALS ?= 200
-STUDIES ?= results/studies/$(subst :,-,$(DEVICE))
 
 # The environment is ready when a stamp named after the lock and the project's metadata is there.
 READY := .venv/ready-$(shell cat $(LOCK) pyproject.toml | sha256sum | cut -c 1-16)
@@ -46,3 +45,17 @@ test: check
 format: $(READY)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+# A study that fits five minutes on two cores. The commands name the files that they save.
+study: $(READY)
+	$(BIN)/python -m spantune tune $(WORKLOAD) --device $(DEVICE) --trials $(TRIALS)
+	$(BIN)/python -m spantune compare $(WORKLOAD) --device $(DEVICE)
+
+bench: $(READY)
+	@echo "Each needs a CUDA GPU to itself; run one as: $(BIN)/python -m benchmarks.NAME --help"
+	@for file in benchmarks/[a-z]*.py; do [ -e "$$file" ] || continue; \
+	  printf '  %-24s %s\n' "$$(basename "$$file" .py)" "$$(sed -n '1s/"""//gp' "$$file")"; done
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
