@@ -57,11 +57,11 @@ class Workload:
     def graph(self, shape: Shape) -> OpGraph:
         return self.build(shape)
 
-    def inputs(self) -> Any:  # noqa: ANN401 - a module
+    def inputs(self) -> Any:
         """The module with `make_inputs` and `refresh`; imports torch."""
         return importlib.import_module(f"{self.package}.inputs")
 
-    def reference(self) -> Any:  # noqa: ANN401 - a module
+    def reference(self) -> Any:
         """The module with `reference` and `compare`; imports torch."""
         return importlib.import_module(f"{self.package}.reference")
 

@@ -20,7 +20,7 @@ class MapCache:
     def __init__(self) -> None:
         self._maps: dict[tuple[object, int], bytes] = {}
 
-    def get(self, spec: Any, address: int) -> bytes:  # noqa: ANN401 - TensorMapSpec
+    def get(self, spec: Any, address: int) -> bytes:
         key = (spec, address)
         if key not in self._maps:
             self._maps[key] = driver.encode_map(spec, address)
@@ -127,11 +127,11 @@ def _aligned(body: bytes) -> ctypes.Array[ctypes.c_char]:
     return ctypes.create_string_buffer(body, len(body))
 
 
-def _stamp(graph: driver.Graph, kernels: Kernels, address: int) -> Any:  # noqa: ANN401 - a driver handle
+def _stamp(graph: driver.Graph, kernels: Kernels, address: int) -> Any:
     return graph.add_kernel(kernels.system("stamp"), (1, 1, 1), 1, 0, [ctypes.c_void_p(address)])
 
 
-def _refresh(graph: driver.Graph, kernels: Kernels, bracket: Bracket) -> Any:  # noqa: ANN401 - a driver handle
+def _refresh(graph: driver.Graph, kernels: Kernels, bracket: Bracket) -> Any:
     arguments: list[Any] = []
     for source, target, pieces in (*bracket.refresh, (0, 0, 0), (0, 0, 0))[:2]:
         arguments += [ctypes.c_void_p(source), ctypes.c_void_p(target), ctypes.c_int(pieces)]

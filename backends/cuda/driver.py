@@ -20,7 +20,7 @@ ELEMENT_BYTES = {"u8": 1, "bf16": 2, "f32": 4}
 
 
 @lru_cache(maxsize=1)
-def _bindings() -> Any:  # noqa: ANN401 - a module of generated bindings
+def _bindings() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError as error:
@@ -34,7 +34,7 @@ def _bindings() -> Any:  # noqa: ANN401 - a module of generated bindings
     return driver
 
 
-def call(name: str, *arguments: object) -> Any:  # noqa: ANN401 - whatever the entry point returns
+def call(name: str, *arguments: object) -> Any:
     """Calls a driver entry point and returns its values (None, one, or a tuple).
 
     Raises:
@@ -122,6 +122,11 @@ def copy(target: int, source: int, size: int, stream: object) -> None:
     call("cuMemcpyDtoDAsync", target, source, size, stream)
 
 
+def copy_from_host(target: int, content: bytes) -> None:
+    """Host to device; returns when the content has been copied."""
+    call("cuMemcpyHtoD", target, content, len(content))
+
+
 def copy_to_host(target: int, source: int, size: int, stream: object) -> None:
     call("cuMemcpyDtoHAsync", target, source, size, stream)
 
@@ -130,7 +135,7 @@ def synchronize(stream: object) -> None:
     call("cuStreamSynchronize", stream)
 
 
-def load_kernel(path: Path, name: str, shared_limit: int) -> Any:  # noqa: ANN401 - a driver handle
+def load_kernel(path: Path, name: str, shared_limit: int) -> Any:
     """Loads a cubin and returns one kernel, ready for its most shared memory and with the maximal carve-out.
 
     NOTE: every kernel of a graph asks for the same carve-out, or a kernel with large shared memory starts only when a
@@ -195,7 +200,7 @@ class Graph:
         shared_bytes: int,
         arguments: Sequence[ctypes.Array[Any] | ctypes._SimpleCData[Any]],
         priority: int = 0,
-    ) -> Any:  # noqa: ANN401 - a driver handle
+    ) -> Any:
         """Adds a kernel node without edges. The driver copies the arguments here."""
         driver = _bindings()
         params = driver.CUDA_KERNEL_NODE_PARAMS()
@@ -221,7 +226,7 @@ class Graph:
         call("cuGraphAddDependencies", self._graph, [producer], [consumer], [self._edge_data(programmatic)], 1)
 
     @staticmethod
-    def _edge_data(programmatic: bool) -> Any:  # noqa: ANN401 - a driver struct
+    def _edge_data(programmatic: bool) -> Any:
         driver = _bindings()
         data = driver.CUgraphEdgeData()
         if programmatic:

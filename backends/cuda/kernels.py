@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from backends.cuda import driver, jit
-from backends.cuda.sources import KERNEL_NAME, SYSTEM_SOURCE, grid_source
+from backends.cuda.sources import KERNEL_NAME, SYSTEM_SOURCE, grid_source, persistent_source
 from backends.errors import BuildFailed
 from backends.plan.launches import CompileKey, KernelNode
 from search_spaces.errors import IllegalConfig
@@ -21,13 +21,14 @@ class Kernels:
         self._gpu = gpu
         self._cache = cache
         self._loaded: dict[CompileKey, Any] = {}
+        self._persistent: dict[tuple[CompileKey, ...], Any] = {}
         self._system: dict[str, Any] = {}
 
     def build(self, keys: Iterable[CompileKey], workers: int | None = None) -> None:
         """Builds binaries ahead of use, in processes."""
         jit.build_all([(grid_source(key), key.arch) for key in keys], self._cache, workers)
 
-    def grid(self, node: KernelNode) -> Any:  # noqa: ANN401 - a driver handle
+    def grid(self, node: KernelNode) -> Any:
         """The kernel of a plan node.
 
         Raises:
@@ -46,7 +47,21 @@ class Kernels:
             self._loaded[key] = kernel
         return self._loaded[key]
 
-    def system(self, name: str) -> Any:  # noqa: ANN401 - a driver handle
+    def persistent(self, keys: Sequence[CompileKey]) -> Any:
+        """The persistent kernel over a set of ops.
+
+        Raises:
+            BuildFailed: it does not compile, or spills.
+        """
+        specs = tuple(keys)
+        if specs not in self._persistent:
+            cubin = jit.build(persistent_source(specs), self._gpu.arch, self._cache)
+            if cubin.spill_bytes:
+                raise BuildFailed(f"persistent kernel: {cubin.spill_bytes} bytes spilled")
+            self._persistent[specs] = driver.load_kernel(cubin.path, KERNEL_NAME, self._gpu.shared_per_block)
+        return self._persistent[specs]
+
+    def system(self, name: str) -> Any:
         """A kernel of system.cuh by its name without the prefix."""
         if name not in self._system:
             cubin = jit.build(SYSTEM_SOURCE, self._gpu.arch, self._cache)

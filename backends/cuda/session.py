@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import random
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -19,11 +20,12 @@ from backends.errors import UnsafePlan
 from backends.measure.protocol import Protocol
 from backends.measure.stats import hodges_lehmann, trimmed_mean
 from backends.measure.verify import POISON, Variant, Verifier
+from backends.megakernel.build import ResidentPlan
 from backends.plan import launches
+from backends.plan.queues import QueuePlan, lower_queues, verify_queues
 from backends.plan.verify import verify as verify_plan
 from search_spaces.cmp import CmpSpace
-from search_spaces.config import CmpConfig, Config, numerics_key
-from search_spaces.errors import IllegalConfig
+from search_spaces.config import Config, MegakernelConfig, numerics_key
 from workloads import registry
 from workloads.graph import Role
 from workloads.ops import compulsory_bytes
@@ -35,15 +37,19 @@ SLOTS = 4096  # stamp pairs that one measuring call may hold before it reads the
 class CudaExecutable:
     """A config's graphs, one per rotation set."""
 
-    plan: launches.LaunchPlan
+    plan: launches.LaunchPlan | QueuePlan
     plan_key: str
     numerics_key: str
     graphs: list[driver.Graph]
+    resident: ResidentPlan | None = None
 
     def close(self) -> None:
         for graph in self.graphs:
             graph.close()
         self.graphs = []
+        if self.resident is not None:
+            self.resident.close()
+            self.resident = None
 
 
 class CudaSession:
@@ -106,7 +112,7 @@ class CudaSession:
     def _states(self) -> list[str]:
         return [t.name for t in self.graph.tensors.values() if t.role is Role.STATE]
 
-    def _upload(self, arena: memory.Arena, tensors: Any, names: Sequence[str]) -> None:  # noqa: ANN401
+    def _upload(self, arena: memory.Arena, tensors: Any, names: Sequence[str]) -> None:
         addresses = arena.addresses()
         for name in names:
             binding.upload(addresses[name], tensors[name])
@@ -135,8 +141,8 @@ class CudaSession:
 
     def prepare(self, config: Config, *, delay_us: int = 0) -> CudaExecutable:
         """See `Session.prepare`. `delay_us` makes every triggering thread sleep after its trigger (fault injection)."""
-        if not isinstance(config, CmpConfig):
-            raise IllegalConfig(f"backend {config.backend} does not run in this session: use cmp")
+        if isinstance(config, MegakernelConfig):
+            return self._prepare_megakernel(config)
         self.space.check(config)
         plan = launches.lower(self.graph, config, self._gpu.record.arch)
         verdict = verify_plan(self.graph, plan)
@@ -144,12 +150,25 @@ class CudaSession:
             raise UnsafePlan(verdict.message)
         key = numerics_key(self.graph, config, self._gpu.record.arch)
         executable = CudaExecutable(plan, plan.key(), key, [])
-        try:
+        with _closing_on_error(executable):
             for index in range(len(self._sets)):
                 executable.graphs.append(self._graph(plan, index, delay_us))
-        except BaseException:
-            executable.close()
-            raise
+        return executable
+
+    def _prepare_megakernel(self, config: MegakernelConfig) -> CudaExecutable:
+        plan = lower_queues(self.graph, config, self._gpu.record.arch, self._gpu.record.sm_count)
+        verdict = verify_queues(self.graph, plan)
+        if not verdict.passed:
+            raise UnsafePlan(verdict.message)
+        key = numerics_key(self.graph, config, self._gpu.record.arch)
+        resident = ResidentPlan(plan, self.kernels, self._gpu.stream)
+        executable = CudaExecutable(plan, plan.key(), key, [], resident)
+        with _closing_on_error(executable):
+            for index in range(len(self._sets)):
+                launch = resident.launch(self._addresses(index), self._maps)
+                graph = bracketed_kernel(self.kernels, launch, self._bracket(index))
+                executable.graphs.append(graph)
+                graph.instantiate(self._gpu.stream)
         return executable
 
     def _graph(self, plan: launches.LaunchPlan | None, index: int, delay_us: int = 0) -> driver.Graph:
@@ -265,6 +284,15 @@ class CudaSession:
             driver.free(self._stamps)
             driver.free_host(self._readings)
             self._stamps = 0
+
+
+@contextmanager
+def _closing_on_error(executable: CudaExecutable) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        executable.close()
+        raise
 
 
 def _versions(driver_version: str) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from backends.plan.launches import CompileKey
@@ -47,4 +47,14 @@ def grid_source(key: CompileKey) -> str:
     return (
         f'#include "spantune/shells/grid.cuh"\n#include "spantune/{op.header}"\n'
         f"SPANTUNE_GRID_KERNEL({KERNEL_NAME}, {op.maps}, {key.tiling.ctas_per_sm}, spantune::{op.expression(key)})\n"
+    )
+
+
+def persistent_source(keys: Sequence[CompileKey]) -> str:
+    """The translation unit of the persistent kernel over a set of ops, opcodes in the order of `keys` from 1."""
+    ops = [DEVICE_OPS[key.kind] for key in keys]
+    headers = "".join(f'#include "spantune/{header}"\n' for header in dict.fromkeys(op.header for op in ops))
+    types = ", ".join(f"spantune::{op.expression(key)}" for op, key in zip(ops, keys, strict=True))
+    return (
+        f'#include "spantune/shells/persistent.cuh"\n{headers}SPANTUNE_PERSISTENT_KERNEL({KERNEL_NAME}, {types})\n'
     )

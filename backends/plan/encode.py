@@ -14,14 +14,19 @@ GRID_HEADER_BYTES = OPERAND_SLOTS * 8 + 64
 
 
 def operand_row(operands: Sequence[Operand], addresses: Mapping[str, int]) -> list[int]:
-    """The row of 64-bit slots: addresses, numbers, and for tensor maps their index in the parameter block."""
-    row, maps = [], 0
+    """The row for a grid kernel: addresses, numbers, and for tensor maps their index in the parameter block."""
+    return table_row(operands, addresses, range(OPERAND_SLOTS))
+
+
+def table_row(operands: Sequence[Operand], addresses: Mapping[str, int], maps: Sequence[int]) -> list[int]:
+    """The row of 64-bit slots; `maps[i]` stands for the i-th tensor map (its address, for the operand table)."""
+    row, used = [], 0
     for operand in operands:
         if isinstance(operand, Pointer):
             row.append(addresses[operand.tensor])
         elif isinstance(operand, TensorMapSpec):
-            row.append(maps)
-            maps += 1
+            row.append(maps[used])
+            used += 1
         else:
             row.append(operand)
     if len(row) > OPERAND_SLOTS:

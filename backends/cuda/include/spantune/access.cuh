@@ -1,0 +1,45 @@
+// Loads and stores whose state space, width and order against the acquires are spelled out.
+#pragma once
+
+#include "base.cuh"
+
+namespace spantune::access {
+
+// 16 bytes that no op writes (weights) through the read-only path. Volatile: a load that stands before an acquire is
+// issued before it, which is the point of reading weights early.
+SPANTUNE_DEVICE void load_constant(uint32_t (&v)[4], const void* address) {
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "l"(address));
+}
+// 16 bytes that another op wrote.
+SPANTUNE_DEVICE void load_mutable(uint32_t (&v)[4], const void* address) {
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "l"(address)
+               : "memory");
+}
+
+SPANTUNE_DEVICE float load_shared(uint32_t address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+  return value;
+}
+SPANTUNE_DEVICE float2 load_shared_pair(uint32_t address) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
+  return value;
+}
+SPANTUNE_DEVICE uint4 load_shared_16(uint32_t address) {
+  uint4 value;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+SPANTUNE_DEVICE void store_shared(uint32_t address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
+}  // namespace spantune::access
