@@ -1,0 +1,135 @@
+"""Launch plans: lowering, canonical keys, and the verifier with planted faults."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backends.plan.encode import GRID_HEADER_BYTES, MAP_BYTES, grid_args, map_specs
+from backends.plan.launches import EdgeKind, lower, transitive_reduction
+from backends.plan.verify import ancestors, verify
+from search_spaces.cmp import CmpSpace, default, serial
+from search_spaces.config import from_json, numerics_key, run_key, to_json
+from search_spaces.errors import ConfigError, IllegalConfig
+from search_spaces.gpu import GpuRecord
+from workloads.attention_pre.graph import build_graph
+from workloads.attention_pre.shapes import AttentionPreShape
+
+H200 = GpuRecord("NVIDIA H200", "sm_90a", 132, 60 << 20, 233472, 232448)
+GRAPH = build_graph(AttentionPreShape())
+SPACE = CmpSpace(GRAPH, H200)
+
+
+def test_the_headline_layer_is_eleven_kernels() -> None:
+    plan = lower(GRAPH, default(SPACE), "sm_90a")
+    assert [node.op for node in plan.nodes] == ["A0", "B0", "C0", "B1", "B0f", "B1f", "D0", "D1", "D2", "D1f", "E1"]
+    assert plan.roots() == ("A0",)
+    assert set(plan.sinks()) == {"D2", "E1"}
+
+
+def test_the_graph_has_the_published_edges() -> None:
+    edges = "A0>B0 A0>C0 A0>B1 B0>B0f B1>B1f B0f>D0 B0f>D1 D0>D2 D1>D1f C0>D1f D1f>E1 B1f>E1"
+    assert {f"{p}>{c}" for p, c in GRAPH.op_edges()} == set(edges.split())
+
+
+def test_serial_is_one_chain_of_ordinary_edges() -> None:
+    plan = lower(GRAPH, serial(SPACE), "sm_90a")
+    assert len(plan.edges) == 10
+    assert {edge.kind for edge in plan.edges} == {EdgeKind.ORDINARY}
+    assert all(edge.consumer == plan.nodes[i + 1].op for i, edge in enumerate(plan.edges))
+
+
+@given(st.integers(0, 10_000))
+def test_every_drawn_config_lowers_to_a_safe_plan(seed: int) -> None:
+    config = SPACE.decode(SPACE.sample(random.Random(seed)))
+    try:
+        SPACE.check(config)
+        plan = lower(GRAPH, config, "sm_90a")
+    except IllegalConfig:
+        return
+    assert verify(GRAPH, plan).passed
+    assert from_json(to_json(config)) == config
+    assert run_key(from_json(to_json(config))) == run_key(config)
+
+
+@given(st.integers(0, 1000), st.data())
+def test_the_verifier_catches_a_removed_edge(seed: int, data: st.DataObject) -> None:
+    config = replace(SPACE.decode(SPACE.sample(random.Random(seed))), ops=default(SPACE).ops)
+    plan = lower(GRAPH, config, "sm_90a")
+    gone = data.draw(st.sampled_from(plan.edges))
+    cut = replace(plan, edges=tuple(edge for edge in plan.edges if edge != gone))
+    verdict = verify(GRAPH, cut)
+    before = ancestors(cut)
+    assert before is not None
+    needed = any(p not in before[c] for p, c in GRAPH.op_edges())
+    assert verdict.passed is not needed
+    assert verdict.passed or "no path orders" in verdict.message
+
+
+def test_the_verifier_catches_a_cycle_a_stranger_and_a_missing_op() -> None:
+    plan = lower(GRAPH, default(SPACE), "sm_90a")
+    back = replace(plan.edges[0], producer="E1", consumer="A0")
+    assert "cycle" in verify(GRAPH, replace(plan, edges=(*plan.edges, back))).message
+    stranger = replace(plan.edges[0], producer="Z9")
+    assert "Z9" in verify(GRAPH, replace(plan, edges=(*plan.edges, stranger))).message
+    assert not verify(GRAPH, replace(plan, nodes=plan.nodes[:-1])).passed
+
+
+@given(st.sets(st.tuples(st.integers(0, 7), st.integers(0, 7)).filter(lambda p: p[0] < p[1])))
+def test_transitive_reduction_keeps_reachability_and_nothing_else(pairs: set[tuple[int, int]]) -> None:
+    named = {(str(a), str(b)) for a, b in pairs}
+    kept = transitive_reduction(named, [str(i) for i in range(8)])
+    assert kept <= named
+
+    def reachable(edges: set[tuple[str, str]]) -> set[tuple[str, str]]:
+        closed = set(edges)
+        while True:
+            more = {(a, d) for a, b in closed for c, d in closed if b == c} - closed
+            if not more:
+                return closed
+            closed |= more
+
+    assert reachable(kept) == reachable(named)
+    assert all(reachable(kept - {edge}) != reachable(named) for edge in kept)
+
+
+def test_stream_labels_are_canonical() -> None:
+    base = default(SPACE)
+    shuffled = SPACE.decode({f"{name}.stream": 3 for name in base.order})
+    same = SPACE.decode({f"{name}.stream": 1 for name in base.order})
+    assert lower(GRAPH, shuffled, "sm_90a").key() == lower(GRAPH, same, "sm_90a").key()
+
+
+def test_the_numerics_key_ignores_the_schedule_but_not_the_splits() -> None:
+    base = serial(SPACE)
+    other = SPACE.decode({"B0.stages": 8, "A0>B0.edge": "ordinary"})
+    assert numerics_key(GRAPH, base, "sm_90a") == numerics_key(GRAPH, other, "sm_90a")
+    split = SPACE.decode({"B0.split_k": 6})
+    assert numerics_key(GRAPH, base, "sm_90a") != numerics_key(GRAPH, split, "sm_90a")
+
+
+def test_configs_that_do_not_fit_are_refused_with_the_reason() -> None:
+    base = default(SPACE)
+    with pytest.raises(ConfigError, match="orders E1"):
+        lower(GRAPH, replace(base, order=tuple(reversed(base.order))), "sm_90a")
+    tiling = replace(base.ops["D0"].tiling, rows=96)
+    with pytest.raises(IllegalConfig, match="rows=96"):
+        lower(GRAPH, replace(base, ops={**base.ops, "D0": replace(base.ops["D0"], tiling=tiling)}), "sm_90a")
+    with pytest.raises(ConfigError, match="unknown field 'colour'"):
+        document = to_json(base)
+        document["ops"]["A0"]["colour"] = 1
+        from_json(document)
+
+
+def test_parameter_blocks_have_the_device_layout() -> None:
+    plan = lower(GRAPH, default(SPACE), "sm_90a")
+    addresses = {name: 0x1000 * (i + 1) for i, name in enumerate(GRAPH.tensors)}
+    for node in plan.nodes:
+        maps = [bytes([i]) * MAP_BYTES for i, _ in enumerate(map_specs(node.operands))]
+        body = grid_args(node, addresses, maps)
+        assert len(body) == GRID_HEADER_BYTES + MAP_BYTES * max(len(maps), 1)
+        assert body[GRID_HEADER_BYTES:].startswith(b"".join(maps))
