@@ -12,6 +12,8 @@ SPANTUNE_DEVICE void load_constant(uint32_t (&v)[4], const void* address) {
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
                : "l"(address));
 }
+SPANTUNE_DEVICE void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+
 // 16 bytes that another op wrote.
 SPANTUNE_DEVICE void load_mutable(uint32_t (&v)[4], const void* address) {
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"

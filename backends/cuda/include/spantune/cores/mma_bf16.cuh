@@ -22,7 +22,8 @@ struct MmaBf16 {
   // Stores two accumulator tiles of 8 rows (packed by column pair) transposed: `address` is, in lanes 0 to 7, the
   // place of column `lane` of the first tile, in lanes 8 to 15 of the second; 16 bytes each.
   static SPANTUNE_DEVICE void store_transposed(uint32_t address, uint32_t first, uint32_t second) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(first), "r"(second)
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(first),
+                 "r"(second)
                  : "memory");
   }
 };

@@ -1,9 +1,9 @@
-// out[m, head, 0..511] = X[m, head, :] . W[head, :, 512] per head, in bf16 with fp32 accumulation and one rounding; weights
-// on the M side of the MMA. One tile is one head x kRows of the 512 columns x kTokens tokens, with all of K.
+// out[m, head, 0..511] = X[m, head, :] . W[head, :, 512] per head, in bf16 with fp32 accumulation and one rounding;
+// weights on the M side of the MMA. One tile is one head x kRows of the 512 columns x kTokens tokens, with all of K.
 //
-// K is short (`nope`, two or three chunks of 64), so nothing is reused: every chunk of W and X has its own place and its
-// own barrier, and the math starts when the first has landed. W is N-contiguous in the checkpoint, so its fragments are
-// read transposed. Each warp accumulates over all of K in ascending order, whatever the tile's shape.
+// K is short (`nope`, two or three chunks of 64), so nothing is reused: every chunk of W and X has its own place and
+// its own barrier, and the math starts when the first has landed. W is N-contiguous in the checkpoint, so its fragments
+// are read transposed. Each warp accumulates over all of K in ascending order, whatever the tile's shape.
 #pragma once
 
 #include "../access.cuh"
@@ -113,8 +113,8 @@ struct BmmBf16 {
   }
 
   // One chunk. Shared rows of W are k, their 16-byte pieces 8 columns of the output: matrices (columns + 0, k + 0),
-  // (columns + 8, k + 0), (columns + 0, k + 8), (columns + 8, k + 8), each transposed, are the A fragment. Shared rows of
-  // X are tokens, their pieces 8 values of k: matrices (k + 0), (k + 8) of 8 tokens are the B fragment.
+  // (columns + 8, k + 0), (columns + 0, k + 8), (columns + 8, k + 8), each transposed, are the A fragment. Shared rows
+  // of X are tokens, their pieces 8 values of k: matrices (k + 0), (k + 8) of 8 tokens are the B fragment.
   template <class Shell>
   static SPANTUNE_DEVICE void multiply(float (&sum)[kAtoms][kWarpTokens / 8][4], const Shell& shell, int chunk,
                                        int first_row, int first_token) {
@@ -126,8 +126,9 @@ struct BmmBf16 {
 #pragma unroll
       for (int atom = 0; atom < kAtoms; ++atom) {
         const int column = first_row + atom * 16;
-        ptx::load_matrix_x4_trans(w[atom], ptx::swizzled(w_box(shell, chunk, column / kBoxRows), step * 16 + row + high * 8,
-                                                         column % kBoxRows / 8 + low));
+        const uint32_t box = w_box(shell, chunk, column / kBoxRows);
+        ptx::load_matrix_x4_trans(
+            w[atom], ptx::swizzled(box, step * 16 + row + high * 8, column % kBoxRows / 8 + low));
       }
       if constexpr (kWarpTokens == 8) {
         uint32_t x[2];

@@ -1,5 +1,5 @@
-// gate[M, heads] = X[M, K] . W[heads, K]^T in bf16 with fp32 accumulation, as fp32 partials out[split][m][head]. One tile
-// is kTokens tokens x all heads x a range of k-blocks.
+// gate[M, heads] = X[M, K] . W[heads, K]^T in bf16 with fp32 accumulation, as fp32 partials out[split][m][head]. One
+// tile is kTokens tokens x all heads x a range of k-blocks.
 //
 // Both operands go from global memory straight into MMA fragments. A lane reads 8 neighbouring K values (16 bytes) of
 // its rows, and these serve as the four K slots it owns in each of two k16 steps: that permutes K within 32 values, the
@@ -25,7 +25,7 @@ struct HeadGate {
   static constexpr bool kHasLoaders = false;
   static constexpr int kAtoms = kHeads / 16, kGroups = kTokens / 8;  // MMA tiles: 16 heads x 8 tokens
   static constexpr int kChunk = 32, kChunksPerBlock = 128 / kChunk;
-  static constexpr int kHeld = 2;  // chunks of W that a warp holds in registers
+  static constexpr int kHeld = kHeads > 32 ? 1 : 2;  // chunks of W that a warp holds in registers
   static constexpr int kElements = kHeads * kTokens;
   static constexpr int kSumsPerPage = kPageBytes / (kElements * 4);  // sums of that many warps
   static constexpr int kPages = (kMathWarps + kSumsPerPage - 1) / kSumsPerPage;
@@ -42,6 +42,7 @@ struct HeadGate {
     const uint16_t* weight = shell.template pointer<uint16_t>(HeadGateSlots::kWeight) + row * k + column;
     uint32_t w[kHeld][kAtoms][2][4];
     load_weights(w, weight, k, first, end);
+    for (int chunk = first + kHeld * kMathWarps; chunk < end; chunk += kMathWarps) prefetch_weights(weight, k, chunk);
     if (shell.math_thread() == 0) shell.announce(Point::kWeightsIssued);
     shell.template acquire<Group::kMath>();
 
@@ -72,11 +73,18 @@ struct HeadGate {
     for (int i = 0; i < kHeld; ++i) {
       const int at = chunk + i * kMathWarps;
       if (at < end) {
+        const uint16_t* row = weight + at * kChunk;
 #pragma unroll
-        for (int half = 0; half < 2 * kAtoms; ++half)
-          access::load_constant(w[i][half / 2][half % 2], weight + half * 8 * k + at * kChunk);
+        for (int half = 0; half < 2 * kAtoms; ++half, row += 8 * k) access::load_constant(w[i][half / 2][half % 2], row);
       }
     }
+  }
+
+  // Brings a later chunk into L2, so that its latency too passes before the acquire.
+  static SPANTUNE_DEVICE void prefetch_weights(const uint16_t* weight, int k, int chunk) {
+    const uint16_t* row = weight + chunk * kChunk;
+#pragma unroll
+    for (int half = 0; half < 2 * kAtoms; ++half, row += 8 * k) access::prefetch_l2(row);
   }
 
   // `rows` is how many rows from the lane's own are left in x; rows past them read as zero.
@@ -123,7 +131,8 @@ struct HeadGate {
 
   template <class Shell>
   static SPANTUNE_DEVICE void store(const Shell& shell, const Tile& tile, int m_total) {
-    float* out = shell.template pointer<float>(HeadGateSlots::kOut) + static_cast<int64_t>(tile.split) * m_total * kHeads;
+    float* out =
+        shell.template pointer<float>(HeadGateSlots::kOut) + static_cast<int64_t>(tile.split) * m_total * kHeads;
     for (int element = shell.math_thread(); element < kElements; element += kMathThreads) {
       float total = access::load_shared(sums_of(shell, 0) + element * 4);
 #pragma unroll

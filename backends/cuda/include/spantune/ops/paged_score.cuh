@@ -1,12 +1,12 @@
 // logits[t, s] = key_scale[s] * sum over heads of head_weight[t, h] * relu(<q[t, h], key[s]>), FP8 keys in pages of 64
 // tokens, positions from the request's block table. One tile is one request x up to kTokens of its tokens x kRows
-// positions; keys are on the M side of the MMA, (token, head) pairs on the N side, some columns of whole tokens a pass.
+// positions; keys are on the M side of the MMA, (token, head) pairs on the N side.
 //
-// A page of the cache is 64 keys of 128 bytes, then 64 fp32 scales. The two warpgroups take alternate pages. Nothing here
-// is constant: keys of this step, queries and head weights come from other ops, so every load follows the acquire.
+// A page of the cache is 64 keys of 128 bytes, then 64 fp32 scales. The two warpgroups take alternate pages. Nothing
+// here is constant: keys of this step, queries and head weights come from other ops, so every load follows the acquire.
 //
-// Order of the head sum, the same for all cores and tile shapes: each thread adds its heads (8 b + 2 q and 8 b + 2 q + 1
-// for b ascending, q = lane % 4) with one fused operation each; then quads add lanes 0 + 1 and 2 + 3, then both sums.
+// Order of the head sum, the same for all cores and tile shapes: each thread adds its heads (8 b + 2 q, 8 b + 2 q + 1,
+// b ascending, q = lane % 4) with one fused operation each; then a quad adds lanes 0 + 1 and 2 + 3, then both sums.
 #pragma once
 
 #include "../access.cuh"
@@ -23,11 +23,11 @@ struct ScoreSlots {
   enum : int { kQueryMap, kKeyMap, kCache, kHeadWeights, kBlockTable, kContextLens, kLogits, kTokens, kPages, kStride };
 };
 
-// Columns of one pass at most. The portable core needs registers for unpacked operands, so it takes half as many.
+// Columns of one multiplication at most. The portable core needs the registers for unpacked operands.
 template <class Core>
 inline constexpr int kScoreColumns = 128;
 template <>
-inline constexpr int kScoreColumns<MmaSyncCore> = 64;
+inline constexpr int kScoreColumns<MmaSyncCore> = 32;
 
 template <int kHeads, int kTokens, int kRows, class Core>
 struct PagedScore {
@@ -36,12 +36,15 @@ struct PagedScore {
   static constexpr int kCachePageBytes = kKeyBytes + kScaleBytes;
   static constexpr int kCachePages = kRows / kPageTokens;  // of one tile
   static constexpr int kQueries = kTokens * kHeads, kBoxQueries = kQueries < 128 ? kQueries : 128;
-  static constexpr int kColumns = kQueries < kScoreColumns<Core> ? kQueries : kScoreColumns<Core>;  // of one pass
-  static constexpr int kPassTokens = kColumns / kHeads, kPassBytes = kColumns * 128;
+  static constexpr int kColumns = kQueries < kScoreColumns<Core> ? kQueries : kScoreColumns<Core>;
+  static constexpr int kColumnBytes = kColumns * 128;
+  // A pass is one token or several, in one multiplication; or one token in several.
+  static constexpr int kPassTokens = kColumns < kHeads ? 1 : kColumns / kHeads;
+  static constexpr int kBlockHeads = kColumns / kPassTokens, kHeadBlocks = kHeads / kBlockHeads;
   static constexpr int kKeyPages = kCachePages * kKeyBytes / kPageBytes;
   static constexpr int kPages = kKeyPages + (kQueries * 128 + kPageBytes - 1) / kPageBytes;
-  static constexpr int kBarriers = 1 + kCachePages;   // queries and head weights, then one a cache page
-  static_assert(kRows % 128 == 0 && kColumns % kHeads == 0 && kQueries % kBoxQueries == 0, "tile shape");
+  static constexpr int kBarriers = 1 + kCachePages;  // queries and head weights, then one a cache page
+  static_assert(kRows % 128 == 0 && kHeads % kBlockHeads == 0 && kQueries % kBoxQueries == 0, "tile shape");
   static_assert(kCachePages * kScaleBytes + kTokens * kHeads * 4 <= kScratchBytes, "scratch");
   static_assert(kBarriers <= kMaxBarriers, "barriers");
 
@@ -52,12 +55,14 @@ struct PagedScore {
     return shell.page(page / 2) + page % 2 * kKeyBytes;
   }
   template <class Shell>
-  static SPANTUNE_DEVICE uint32_t query_tile(const Shell& shell, int pass) {
-    constexpr int kPassesPerPage = kPageBytes / kPassBytes;
-    return shell.page(kKeyPages + pass / kPassesPerPage) + pass % kPassesPerPage * kPassBytes;
+  static SPANTUNE_DEVICE uint32_t query_tile(const Shell& shell, int block) {
+    constexpr int kPerPage = kPageBytes / kColumnBytes;
+    return shell.page(kKeyPages + block / kPerPage) + block % kPerPage * kColumnBytes;
   }
   template <class Shell>
-  static SPANTUNE_DEVICE uint32_t key_scales(const Shell& shell, int page) { return shell.scratch() + page * kScaleBytes; }
+  static SPANTUNE_DEVICE uint32_t key_scales(const Shell& shell, int page) {
+    return shell.scratch() + page * kScaleBytes;
+  }
   template <class Shell>
   static SPANTUNE_DEVICE uint32_t head_weights(const Shell& shell, int token) {
     return shell.scratch() + kCachePages * kScaleBytes + token * kHeads * 4;
@@ -83,8 +88,8 @@ struct PagedScore {
     const QueryBlock block(shell, tile);
     const int pages = shell.scalar(ScoreSlots::kPages), page = tile.n * kCachePages + lane;
     const bool in_table = lane < kCachePages && page < pages;
-    const int64_t place =
-        in_table ? shell.template pointer<int>(ScoreSlots::kBlockTable)[static_cast<int64_t>(block.request) * pages + page] : 0;
+    const int* table = shell.template pointer<int>(ScoreSlots::kBlockTable) + block.request * pages;
+    const int64_t place = in_table ? table[page] : 0;
     if (lane == 0 && tile.n * kRows < block.limit) issue_queries(shell, queries, block);
     __syncwarp();
     if (in_table && page * kPageTokens < block.limit) {
@@ -92,8 +97,8 @@ struct PagedScore {
       ptx::barrier_arrive_expect(landed, kKeyBytes + kScaleBytes);
       ptx::copy_tile_3d(key_tile(shell, lane), keys, 0, 0, static_cast<int>(place), landed, ptx::kEvictNormal);
       ptx::copy_bulk(key_scales(shell, lane),
-                     shell.template pointer<uint8_t>(ScoreSlots::kCache) + place * kCachePageBytes + kKeyBytes, kScaleBytes,
-                     landed);
+                     shell.template pointer<uint8_t>(ScoreSlots::kCache) + place * kCachePageBytes + kKeyBytes,
+                     kScaleBytes, landed);
     }
     __syncwarp();
     if (lane == 0) shell.announce(Point::kInputsRead);
@@ -150,42 +155,48 @@ struct PagedScore {
   }
 
   template <class Shell>
-  static SPANTUNE_DEVICE void score_page(const Shell& shell, const Tile& tile, const QueryBlock& block, int page) {
+  static SPANTUNE_DEVICE void score_page(const Shell& shell, const Tile& tile, const QueryBlock& queries, int page) {
     const int lane = shell.lane(), first_row = shell.math_warp() % 4 * 16;
-    // After the quad's sums a lane holds row g (even lanes) or g + 8 (odd lanes) of its 16.
-    const int row = first_row + (lane >> 2) + (lane & 1) * 8, position = tile.n * kRows + page * kPageTokens + row;
 #pragma unroll 1
-    for (int pass = 0; pass * kPassTokens < block.tokens; ++pass) {
-      float dot[kColumns / 2], part[kPassTokens][2], score[kLaneTokens];
-      Core::template k_block<kColumns>(dot, key_tile(shell, page), first_row, query_tile(shell, pass), lane);
-      add_heads(part, dot, head_weights(shell, pass * kPassTokens), lane);
+    for (int pass = 0; pass * kPassTokens < queries.tokens; ++pass) {
+      float part[kPassTokens][2], score[kLaneTokens];
+#pragma unroll
+      for (int token = 0; token < kPassTokens; ++token) part[token][0] = part[token][1] = 0.0f;
+#pragma unroll 1
+      for (int block = 0; block < kHeadBlocks; ++block) {
+        float dot[kColumns / 2];
+        Core::template k_block<kColumns>(dot, key_tile(shell, page), first_row,
+                                         query_tile(shell, pass * kHeadBlocks + block), lane);
+        add_heads(part, dot, head_weights(shell, pass * kPassTokens) + block * kBlockHeads * 4, lane);
+      }
       add_quad(score, part, lane);
+      // The lane now holds row g (even lanes) or g + 8 (odd lanes) of its warp's 16.
+      const int row = first_row + (lane >> 2) + (lane & 1) * 8, position = tile.n * kRows + page * kPageTokens + row;
       const float key_scale = access::load_shared(key_scales(shell, page) + row * 4);
 #pragma unroll
       for (int i = 0; i < kLaneTokens; ++i) {
         const int token = pass * kPassTokens + (kPassTokens > 1 ? ((lane >> 1) & 1) * kLaneTokens + i : 0);
-        const int context = __shfl_sync(~0u, block.context, token);
+        const int context = __shfl_sync(~0u, queries.context, token);
+        float* logits = shell.template pointer<float>(ScoreSlots::kLogits) +
+                        static_cast<int64_t>(queries.first + token) * shell.scalar(ScoreSlots::kStride);
         // With one token a pass, both halves of the quad hold it.
-        if (position < context && (kPassTokens > 1 || (lane & 2) == 0))
-          shell.template pointer<float>(
-              ScoreSlots::kLogits)[(block.first + token) * shell.scalar(ScoreSlots::kStride) + position] =
-              __fmul_rn(key_scale, score[i]);
+        const bool mine = kPassTokens > 1 || (lane & 2) == 0;
+        if (mine && position < context) logits[position] = __fmul_rn(key_scale, score[i]);
       }
     }
   }
 
   static constexpr int kLaneTokens = kPassTokens > 1 ? kPassTokens / 2 : 1;  // that a lane stores in a pass
 
-  // This thread's heads, for rows g and g + 8.
-  static SPANTUNE_DEVICE void add_heads(float (&part)[kPassTokens][2], const float (&dot)[kColumns / 2], uint32_t weights,
-                                        int lane) {
+  // Adds a block's heads of this thread, for rows g and g + 8.
+  static SPANTUNE_DEVICE void add_heads(float (&part)[kPassTokens][2], const float (&dot)[kColumns / 2],
+                                        uint32_t weights, int lane) {
 #pragma unroll
     for (int token = 0; token < kPassTokens; ++token) {
-      part[token][0] = part[token][1] = 0.0f;
 #pragma unroll
-      for (int b = 0; b < kHeads / 8; ++b) {
+      for (int b = 0; b < kBlockHeads / 8; ++b) {
         const float2 w = access::load_shared_pair(weights + (token * kHeads + b * 8 + (lane & 3) * 2) * 4);
-        const float* d = dot + (token * kHeads / 8 + b) * 4;
+        const float* d = dot + (token * kBlockHeads / 8 + b) * 4;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           part[token][half] = __fmaf_rn(w.x, fmaxf(d[half * 2], 0.0f), part[token][half]);
@@ -195,8 +206,8 @@ struct PagedScore {
     }
   }
 
-  // (lane 0 + lane 1) + (lane 2 + lane 3) of each quad, spread: a lane gives away the sums that its neighbour will store.
-  // Neighbours split the rows, the halves of the quad split the tokens.
+  // (lane 0 + lane 1) + (lane 2 + lane 3) of each quad, spread: a lane gives away the sums that its neighbour will
+  // store. Neighbours split the rows, the halves of the quad split the tokens.
   static SPANTUNE_DEVICE void add_quad(float (&score)[kLaneTokens], const float (&part)[kPassTokens][2], int lane) {
     const bool odd = lane & 1, upper = lane & 2;
     float pair[kPassTokens];
