@@ -75,7 +75,8 @@ struct HeadGate {
       if (at < end) {
         const uint16_t* row = weight + at * kChunk;
 #pragma unroll
-        for (int half = 0; half < 2 * kAtoms; ++half, row += 8 * k) access::load_constant(w[i][half / 2][half % 2], row);
+        for (int half = 0; half < 2 * kAtoms; ++half, row += 8 * k)
+          access::load_constant(w[i][half / 2][half % 2], row);
       }
     }
   }
