@@ -1,15 +1,15 @@
 """The branches of the error tree that running raises.
 
-    SpantuneError
-    +- InputError
-    |  +- DeviceError        the named device does not exist or cannot run spantune
-    |  +- BuildUnavailable   a compiler or the CUDA libraries are missing
-    +- BackendError
-       +- BuildFailed        a binary does not compile (carries the compiler's log)
-       +- UnsafePlan         the plan verifier found a witness
-       +- GraphMismatch      the edges read back differ from the plan's
-       +- CudaFailed         a driver call failed (carries the call and the code)
-       +- MeasurementVoid    throttling, another process, or clock drift spoiled a round
+SpantuneError
++- InputError
+|  +- DeviceError        the named device does not exist or cannot run spantune
+|  +- BuildUnavailable   a compiler or the CUDA libraries are missing
++- BackendError
+   +- BuildFailed        a binary does not compile (carries the compiler's log)
+   +- UnsafePlan         the plan verifier found a witness
+   +- GraphMismatch      the edges read back differ from the plan's
+   +- CudaFailed         a driver call failed (carries the call and the code)
+   +- MeasurementVoid    throttling, another process, or clock drift spoiled a round
 """
 
 from __future__ import annotations

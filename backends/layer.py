@@ -45,7 +45,12 @@ class CudaLayer:
     """See `OpenLayer`."""
 
     def __init__(
-        self, workload: str, shape_params: Mapping[str, int | str], config: Config, tensors: Mapping[str, Any], index: int
+        self,
+        workload: str,
+        shape_params: Mapping[str, int | str],
+        config: Config,
+        tensors: Mapping[str, Any],
+        index: int,
     ) -> None:
         from backends.cmp.build import MapCache, build_graph
         from backends.cuda import driver, memory
@@ -72,7 +77,9 @@ class CudaLayer:
         addresses = self._arena.addresses() | {n: int(t.data_ptr()) for n, t in tensors.items() if n in graph.tensors}
         self._graph = build_graph(plan, Kernels(gpu.record), addresses, MapCache(), gpu.stream)
         driver.synchronize(gpu.stream)
-        self.outputs = {n: tensors[n] if n in tensors else _view(graph.tensors[n], addresses[n]) for n in graph.outputs()}
+        self.outputs = {
+            n: tensors[n] if n in tensors else _view(graph.tensors[n], addresses[n]) for n in graph.outputs()
+        }
 
     def run(self, stream: int = 0) -> None:
         self._graph.launch(stream)

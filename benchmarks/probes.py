@@ -35,8 +35,17 @@ class Probe:
         self.errors = driver.allocate(4)
         driver.fill(self.errors, 0, 4, self.gpu.stream)
 
-    def add(self, graph: driver.Graph, number: int, *, waits: int = 0, before: int = 0, triggers: int = 0, after: int = 0,
-            parents: tuple[int, ...] = ()) -> Any:
+    def add(
+        self,
+        graph: driver.Graph,
+        number: int,
+        *,
+        waits: int = 0,
+        before: int = 0,
+        triggers: int = 0,
+        after: int = 0,
+        parents: tuple[int, ...] = (),
+    ) -> Any:
         p0, p1 = (*parents, -1, -1)[:2]
         pointers = [ctypes.c_void_p(a) for a in (self.stamps, self.data, self.errors)]
         numbers = [ctypes.c_int(n) for n in (number, waits, before, triggers, after, p0, p1)]

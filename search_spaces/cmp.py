@@ -197,7 +197,5 @@ def default(space: CmpSpace) -> CmpConfig:
     Kernels trigger once their own weights are issued, so that a consumer's weights queue behind them.
     """
     order = tuple(space.graph.ops)
-    ops = {
-        name: OpSchedule(default_tiling(space.graph, name, space.gpu), trigger="weights_issued") for name in order
-    }
+    ops = {name: OpSchedule(default_tiling(space.graph, name, space.gpu), trigger="weights_issued") for name in order}
     return CmpConfig(ops, order, tuple(range(len(order))), frozenset(space.graph.op_edges()))

@@ -111,7 +111,10 @@ def splits_of(graph: OpGraph, config: Config) -> dict[str, int]:
 
 def to_json(config: Config) -> dict[str, Any]:
     """A JSON object from which `from_json` rebuilds an equal config."""
-    document: dict[str, Any] = {"backend": config.backend, "ops": {n: asdict(config.ops[n]) for n in sorted(config.ops)}}
+    document: dict[str, Any] = {
+        "backend": config.backend,
+        "ops": {n: asdict(config.ops[n]) for n in sorted(config.ops)},
+    }
     document["order"] = list(config.order)
     if isinstance(config, CmpConfig):
         document["streams"] = list(config.streams)

@@ -39,7 +39,9 @@ class Tensor:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
-            raise WorkloadError(f"tensor {self.name}: unknown dtype {self.dtype!r}, use one of {', '.join(DTYPE_BYTES)}")
+            raise WorkloadError(
+                f"tensor {self.name}: unknown dtype {self.dtype!r}, use one of {', '.join(DTYPE_BYTES)}"
+            )
         if any(extent < 1 for extent in self.shape):
             raise WorkloadError(f"tensor {self.name}: shape {self.shape} has an empty axis")
 

@@ -146,7 +146,9 @@ def load_kernel(path: Path, name: str, shared_limit: int) -> Any:
     attributes = _bindings().CUfunction_attribute
     static = int(call("cuFuncGetAttribute", attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, kernel))
     call("cuFuncSetAttribute", kernel, attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
-    call("cuFuncSetAttribute", kernel, attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_limit - static)
+    call(
+        "cuFuncSetAttribute", kernel, attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_limit - static
+    )
     return kernel
 
 

@@ -38,6 +38,18 @@ def _gemm(epilogue: str) -> Callable[[CompileKey], str]:
 DEVICE_OPS: dict[str, DeviceOp] = {
     "gemm_fp8_partial": DeviceOp("ops/gemm_fp8.cuh", 2, _gemm("PartialEpilogue")),
     "gemm_fp8_query": DeviceOp("ops/gemm_fp8.cuh", 2, _gemm("QueryRopeEpilogue")),
+    "head_gate": DeviceOp("ops/head_gate.cuh", 0, lambda k: f"HeadGate<{k.constant('heads')}, {k.tiling.block_m}>"),
+    "bmm_bf16": DeviceOp(
+        "ops/bmm_bf16.cuh", 2, lambda k: f"BmmBf16<{k.constant('nope')}, {k.tiling.rows}, {k.tiling.block_m}>"
+    ),
+    "paged_score": DeviceOp(
+        "ops/paged_score.cuh",
+        2,
+        lambda k: (
+            f"PagedScore<{k.constant('heads')}, {k.tiling.block_m}, {k.tiling.rows},"
+            f" spantune::{CORE_TYPES[k.tiling.core]}>"
+        ),
+    ),
 }
 
 
@@ -55,6 +67,4 @@ def persistent_source(keys: Sequence[CompileKey]) -> str:
     ops = [DEVICE_OPS[key.kind] for key in keys]
     headers = "".join(f'#include "spantune/{header}"\n' for header in dict.fromkeys(op.header for op in ops))
     types = ", ".join(f"spantune::{op.expression(key)}" for op, key in zip(ops, keys, strict=True))
-    return (
-        f'#include "spantune/shells/persistent.cuh"\n{headers}SPANTUNE_PERSISTENT_KERNEL({KERNEL_NAME}, {types})\n'
-    )
+    return f'#include "spantune/shells/persistent.cuh"\n{headers}SPANTUNE_PERSISTENT_KERNEL({KERNEL_NAME}, {types})\n'

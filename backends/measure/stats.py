@@ -11,9 +11,7 @@ from collections.abc import Sequence
 def hodges_lehmann(samples: Sequence[float]) -> float:
     """Median of all pairwise means (Hodges and Lehmann 1963): robust, and finer than the timer's step."""
     ordered = list(samples)
-    return statistics.median(
-        (ordered[i] + ordered[j]) / 2 for i in range(len(ordered)) for j in range(i, len(ordered))
-    )
+    return statistics.median((ordered[i] + ordered[j]) / 2 for i in range(len(ordered)) for j in range(i, len(ordered)))
 
 
 def trimmed_mean(samples: Sequence[float], share: float = 0.1) -> float:

@@ -43,6 +43,11 @@ class CompileKey:
     tiling: Tiling
     constants: tuple[tuple[str, int | float | bool], ...] = ()
 
+    def constant(self, name: str) -> str:
+        """A constant as C++ spells it."""
+        value = dict(self.constants)[name]
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
 
 @dataclass(frozen=True)
 class KernelNode:

@@ -145,9 +145,7 @@ def _tiles(tasks: Sequence[Task], op: str) -> int:
     return sum(task.op == op for task in tasks)
 
 
-def _check_progress(
-    queues: Sequence[Sequence[int]], tasks: Sequence[Task], thresholds: dict[int, int]
-) -> Verdict:
+def _check_progress(queues: Sequence[Sequence[int]], tasks: Sequence[Task], thresholds: dict[int, int]) -> Verdict:
     counters = dict.fromkeys(thresholds, 0)
     heads = [0] * len(queues)
     moved = True
@@ -167,7 +165,9 @@ def _check_progress(
             task = tasks[queue[heads[worker]]]
             event = next(e for e in task.waits if counters[e] < thresholds[e])
             reached = f"{counters[event]} of {thresholds[event]}"
-            return Verdict(False, "plan", f"worker {worker} stops at {task.op} tile {task.tile}: event {event} at {reached}")
+            return Verdict(
+                False, "plan", f"worker {worker} stops at {task.op} tile {task.tile}: event {event} at {reached}"
+            )
     done = sum(len(queue) for queue in queues)
     if done != len(tasks):
         return Verdict(False, "plan", f"queues hold {done} tasks of {len(tasks)}")

@@ -11,7 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 # Everything that rounds: arithmetic, conversions between floating-point types, special functions, matrix units.
-ROUNDING = re.compile(r"^(FADD|FMUL|FFMA|FMNMX|MUFU|F2F|F2FP|HADD2|HMUL2|HFMA2|HMMA|HGMMA|QGMMA|QMMA|DADD|DMUL|DFMA|FSETP|FCHK)")
+ROUNDING = re.compile(
+    r"^(FADD|FMUL|FFMA|FMNMX|MUFU|F2F|F2FP|HADD2|HMUL2|HFMA2|HMMA|HGMMA|QGMMA|QMMA|DADD|DMUL|DFMA|FSETP|FCHK)"
+)
 
 
 @lru_cache(maxsize=1)

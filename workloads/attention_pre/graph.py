@@ -7,7 +7,13 @@ absorbed query BMM; E1 paged indexer score.
 
 from __future__ import annotations
 
-from workloads.attention_pre.shapes import INDEX_TOKEN_BYTES, MLA_TOKEN_BYTES, PAGE_TOKENS, SCALE_BLOCK, AttentionPreShape
+from workloads.attention_pre.shapes import (
+    INDEX_TOKEN_BYTES,
+    MLA_TOKEN_BYTES,
+    PAGE_TOKENS,
+    SCALE_BLOCK,
+    AttentionPreShape,
+)
 from workloads.graph import OpGraph, Role
 from workloads.ops.add_rmsnorm_quant import add_rmsnorm_quant
 from workloads.ops.bmm_bf16 import bmm_bf16
@@ -43,13 +49,9 @@ def build_graph(shape: AttentionPreShape, *, hadamard: bool = True) -> OpGraph:
         quantised="h_fp8",
         scale="h_sf",
     )
-    gemm_fp8_partial(
-        graph, "B0", x="h_fp8", x_scale="h_sf", weight="w_b0", weight_scale="w_b0_sf", out="b0_partial"
-    )
+    gemm_fp8_partial(graph, "B0", x="h_fp8", x_scale="h_sf", weight="w_b0", weight_scale="w_b0_sf", out="b0_partial")
     head_gate(graph, "C0", x="norm_out", weight="w_c0", out="c0_partial")
-    gemm_fp8_partial(
-        graph, "B1", x="h_fp8", x_scale="h_sf", weight="w_b1", weight_scale="w_b1_sf", out="b1_partial"
-    )
+    gemm_fp8_partial(graph, "B1", x="h_fp8", x_scale="h_sf", weight="w_b1", weight_scale="w_b1_sf", out="b1_partial")
     qkv_finalise(
         graph,
         "B0f",
@@ -91,9 +93,7 @@ def build_graph(shape: AttentionPreShape, *, hadamard: bool = True) -> OpGraph:
         q_nope="q_nope",
         q_rope="q_for_sparse_mla",
     )
-    gemm_fp8_partial(
-        graph, "D1", x="q_fp8", x_scale="q_sf", weight="w_d1", weight_scale="w_d1_sf", out="d1_partial"
-    )
+    gemm_fp8_partial(graph, "D1", x="q_fp8", x_scale="q_sf", weight="w_d1", weight_scale="w_d1_sf", out="d1_partial")
     bmm_bf16(graph, "D2", x="q_nope", weight="w_d2", out="q_for_sparse_mla")
     index_query_finalise(
         graph,
@@ -170,7 +170,13 @@ def _declare(graph: OpGraph, shape: AttentionPreShape) -> None:
         "q_for_sparse_mla": ((m, shape.heads, d.kv_lora + d.rope), "bf16"),
         "logits": ((m, shape.logits_stride), "f32"),
     }
-    groups = ((weights, Role.WEIGHT), (inputs, Role.INPUT), (state, Role.STATE), (inner, Role.INNER), (outputs, Role.OUTPUT))
+    groups = (
+        (weights, Role.WEIGHT),
+        (inputs, Role.INPUT),
+        (state, Role.STATE),
+        (inner, Role.INNER),
+        (outputs, Role.OUTPUT),
+    )
     for tensors, role in groups:
         for name, (extents, dtype) in tensors.items():
             graph.tensor(name, extents, dtype, role)

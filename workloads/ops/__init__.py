@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from workloads.graph import OpGraph
 from workloads.ops.base import OpKind
+from workloads.ops.bmm_bf16 import BmmBf16
 from workloads.ops.gemm_fp8 import GemmFp8Partial, GemmFp8Query
+from workloads.ops.head_gate import HeadGate
+from workloads.ops.paged_score import PagedScore
 
-KINDS: dict[str, OpKind] = {kind.name: kind for kind in (GemmFp8Partial(), GemmFp8Query())}
+KINDS: dict[str, OpKind] = {
+    kind.name: kind for kind in (BmmBf16(), GemmFp8Partial(), GemmFp8Query(), HeadGate(), PagedScore())
+}
 
 
 def compulsory_bytes(graph: OpGraph) -> int:

@@ -13,8 +13,8 @@ from workloads.ops.base import (
     K_BLOCK,
     PAGE_BYTES,
     Domain,
-    OpKind,
     Operand,
+    OpKind,
     Pointer,
     Region,
     Splits,
@@ -28,7 +28,9 @@ ROPE = 64
 LATENT = 512
 
 
-def gemm_fp8_partial(graph: OpGraph, name: str, *, x: str, x_scale: str, weight: str, weight_scale: str, out: str) -> str:
+def gemm_fp8_partial(
+    graph: OpGraph, name: str, *, x: str, x_scale: str, weight: str, weight_scale: str, out: str
+) -> str:
     """Records a GEMM that leaves fp32 partials `out`[split, M, N]; `out` is declared here."""
     m, n = graph.tensors[x].shape[0], graph.tensors[weight].shape[0]
     graph.tensor(out, (m, n), "f32", Role.PARTIAL)
