@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-from backends.base import DeviceInfo, SessionSpec, Verdict
+from backends.base import DeviceInfo, Executable, SessionSpec, Verdict
 from backends.cmp.build import Bracket, MapCache, bracketed_kernel, build_graph
 from backends.cuda import binding, driver, jit, memory
 from backends.cuda.floor import stream_launches
@@ -182,14 +182,16 @@ class CudaSession:
             delay_us=delay_us,
         )
 
-    def verify(self, executable: CudaExecutable) -> Verdict:
-        verdict = self._verifier.check(executable.numerics_key, lambda: self._replay(executable))
+    def verify(self, executable: Executable) -> Verdict:
+        """See `Session.verify`."""
+        run = _own(executable)
+        verdict = self._verifier.check(run.numerics_key, lambda: self._replay(run))
         self._load_variant(self._base)
         return verdict
 
-    def outputs(self, executable: CudaExecutable, variant: int = 0) -> dict[str, Any]:
+    def outputs(self, executable: Executable, variant: int = 0) -> dict[str, Any]:
         """Copies of everything that the executable writes for one of the session's input variants."""
-        return self._verifier.outputs_for(variant, lambda: self._replay(executable))
+        return self._verifier.outputs_for(variant, lambda: self._replay(_own(executable)))
 
     def _replay(self, executable: CudaExecutable) -> None:
         executable.graphs[0].launch(self._gpu.stream)
@@ -197,10 +199,10 @@ class CudaSession:
 
     # --- Spans ---
 
-    def measure(self, executables: Sequence[CudaExecutable], rounds: int) -> list[list[float]]:
+    def measure(self, executables: Sequence[Executable], rounds: int) -> list[list[float]]:
         """See `Session.measure`."""
         readings: list[list[float]] = [[] for _ in executables]
-        graphs = [executable.graphs for executable in executables]
+        graphs = [_own(executable).graphs for executable in executables]
         for owner, microseconds in self._read(graphs, rounds):
             readings[owner].append(microseconds - self.bracket_us)
         return readings
@@ -284,6 +286,12 @@ class CudaSession:
             driver.free(self._stamps)
             driver.free_host(self._readings)
             self._stamps = 0
+
+
+def _own(executable: Executable) -> CudaExecutable:
+    if not isinstance(executable, CudaExecutable):
+        raise TypeError(f"an executable of another session: {type(executable).__name__}")
+    return executable
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The chain of small dependent layers: out = relu(in) * w + b, layer after layer, each with weights of its own.
 
-After the programmatic-dependent-launch example of the second source document: 200 layers of 16,384 floats.
+The usual first example of programmatic dependent launch: 200 layers of 16,384 floats, so that each kernel is shorter
+than its launch boundary.
 """
 
 from __future__ import annotations
