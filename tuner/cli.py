@@ -1,0 +1,230 @@
+"""The command line: `spantune tune | space | show | best | compare`.
+
+Exit codes: 0 done; 1 it failed; 2 bad input; 3 nothing beats the default config significantly; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from backends.base import SessionSpec
+from results.record import Outcome
+from search_spaces.cmp import Choice, CmpSpace
+from search_spaces.config import CmpConfig, Config, tiling_of
+from tuner.confirm import Finalist
+from tuner.devices import default_device, gpu_record
+from tuner.errors import OptionError
+from tuner.options import BACKENDS, Options, graph_of
+from tuner.progress import ProgressPrinter
+from tuner.residency import residencies
+from tuner.sampling import SAMPLERS
+from tuner.seeds import seeds
+from tuner.study import StudyResult, publish, run_study
+from workloads import registry
+from workloads.errors import InputError, SpantuneError
+
+OK, FAILED, BAD_INPUT, NO_GAIN, INTERRUPTED = 0, 1, 2, 3, 130
+SHAPE_OPTIONS = ("requests", "tokens", "kv", "tp", "model", "layers", "n")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(message)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    try:
+        arguments = _parser().parse_args(argv)
+        return int(arguments.run(arguments))
+    except InputError as error:
+        print(f"spantune: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except SpantuneError as error:
+        print(f"spantune: {error}", file=sys.stderr)
+        return FAILED
+    except BrokenPipeError:
+        # The reader of a pipe has left; stdout must not be flushed again on the way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except KeyboardInterrupt:
+        print("spantune: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="spantune", description="Finds the fastest way to launch a decode-time kernel graph.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    tune = commands.add_parser("tune", help="search, confirm, and publish the best config")
+    _add_workload(tune)
+    tune.add_argument("--trials", type=int, default=200, help="trials that cost device time (default 200)")
+    tune.add_argument("--timeout", type=float, metavar="SECONDS", help="most seconds of searching")
+    tune.add_argument("--storage", metavar="WHERE", help="journal:PATH, sqlite:///PATH or postgresql://USER@HOST/NAME")
+    tune.add_argument("--seed", type=int, default=0, help="of the sampler and of the inputs")
+    tune.add_argument("--sampler", default="tpe", help=" or ".join(SAMPLERS))
+    tune.add_argument("--backend", default="cmp", help=" or ".join(BACKENDS))
+    _add_results(tune)
+    tune.set_defaults(run=_tune)
+    space = commands.add_parser("space", help="dimensions, size, and which ops can be co-resident")
+    _add_workload(space)
+    space.set_defaults(run=_space)
+    show = commands.add_parser("show", help="print the op graph")
+    _add_workload(show)
+    show.set_defaults(run=_show)
+    return parser
+
+
+def _add_workload(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("workload", metavar="WORKLOAD", help=" or ".join(registry.WORKLOADS))
+    for name in SHAPE_OPTIONS:
+        parser.add_argument(f"--{name}", type=str if name == "model" else int, help="shape parameter")
+    parser.add_argument("--ops", metavar="A0,B0", help="only these ops of the graph")
+    parser.add_argument("--device", help="cuda:N or sim:NAME (default: the first GPU, else sim:b300)")
+    parser.add_argument("--l2", choices=("cold", "warm"), default="cold", help="whether weights start in L2")
+
+
+def _add_results(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--results", type=Path, metavar="DIR", help="where best configs lie")
+
+
+def _spec(arguments: argparse.Namespace) -> SessionSpec:
+    params = {name: getattr(arguments, name) for name in SHAPE_OPTIONS if getattr(arguments, name) is not None}
+    shape = registry.get(arguments.workload).shape(params)
+    ops = tuple(name.strip() for name in arguments.ops.split(",")) if arguments.ops is not None else None
+    return SessionSpec(
+        workload=arguments.workload,
+        params=shape.params(),
+        device=arguments.device or default_device(),
+        ops=ops,
+        l2=arguments.l2,
+        seed=getattr(arguments, "seed", 0),
+    )
+
+
+# --- Commands ---
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    spec = _spec(arguments)
+    options = Options(
+        arguments.trials, arguments.timeout, arguments.storage, arguments.sampler, arguments.seed, arguments.backend
+    )
+    graph_of(spec)
+    options.check()
+    printer = ProgressPrinter(sys.stderr)
+    try:
+        result = run_study(
+            spec,
+            trials=options.trials,
+            timeout_s=options.timeout_s,
+            storage=options.storage,
+            sampler=options.sampler,
+            seed=options.seed,
+            backend=options.backend,
+            on_progress=printer,
+        )
+    except KeyboardInterrupt:
+        printer.finish()
+        print("spantune: interrupted; finished trials are saved, the same command goes on", file=sys.stderr)
+        return INTERRUPTED
+    finally:
+        printer.finish()
+    _report(result)
+    path = publish(result, arguments.results or default_results())
+    print(f"published   {path}")
+    return OK if result.gain else NO_GAIN
+
+
+def default_results() -> Path:
+    """Where winners are published when no option says so."""
+    named = os.environ.get("SPANTUNE_RESULTS")
+    return Path(named) if named else Path("results") / "best"
+
+
+def _space(arguments: argparse.Namespace) -> int:
+    spec = _spec(arguments)
+    graph = graph_of(spec)
+    space = CmpSpace(graph, gpu_record(spec))
+    choices = [d for d in space.dimensions if isinstance(d, Choice)]
+    orders = len(space.dimensions) - len(choices)
+    print(f"{spec.workload} on {space.gpu.name} ({space.gpu.arch}, {space.gpu.sm_count} multiprocessors)")
+    digits = sum(math.log10(len(d.values)) for d in choices)
+    print(f"{len(choices)} choices, {orders} priorities; 10^{digits:.0f} points times the orders")
+    width = max(len(d.name) for d in space.dimensions)
+    for dimension in space.dimensions:
+        values = " ".join(map(str, dimension.values)) if isinstance(dimension, Choice) else "[0, 1]"
+        print(f"  {dimension.name:<{width}}  {values}")
+    print("seeds: " + "; ".join(s.name for s in seeds(space)))
+    print("co-residency: a consumer's CTA beside a full complement of its producer's")
+    for pair in residencies(space):
+        fits = "fits" if pair.default_fits else "does not fit"
+        print(
+            f"  {pair.producer} > {pair.consumer}: {fits} untuned, {pair.fitting} of {pair.pairs} pairs of tilings fit"
+        )
+    return OK
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    graph = graph_of(_spec(arguments))
+    print(graph)
+    print(f"  {len(graph.ops)} ops, {len(graph.op_edges())} edges, digest {graph.digest()}")
+    return OK
+
+
+# --- What tune prints ---
+
+
+def _report(result: StudyResult) -> None:
+    unit = "us, predicted" if result.provenance.simulated else "us"
+    counts = ", ".join(f"{result.counts[o]} {o.value}" for o in Outcome if result.counts.get(o))
+    print(f"study       {result.study}")
+    print(f"trials      {counts} ({result.resumed} resumed); {result.scored_per_s:.1f} scored/s; {result.storage}")
+    print(f"floor       {result.floor_us:.3f} {unit}")
+    for finalist in result.table:
+        print(f"{finalist.role:<11} {_row(finalist, finalist is result.best, unit)}")
+    record = result.best.record
+    if result.gain:
+        origin = "a heuristic seed" if result.winner_is_seed else "found by the search"
+        print(f"best        {record.span_us:.3f} {unit}: {origin}")
+    else:
+        print("best        no significant gain over the default, which is published")
+    print(f"numerics    {record.numerics_key}")
+    for line in describe_config(result.config):
+        print(f"  {line}")
+
+
+def _row(finalist: Finalist, won: bool, unit: str) -> str:
+    record = finalist.record
+    if record.span_us is None or record.ratio is None or finalist.low is None or finalist.high is None:
+        return f"{record.outcome.value}: {record.message}"
+    text = f"{record.span_us:.3f} {unit}, {record.ratio:.4f} of the default ({finalist.low:.4f} to {finalist.high:.4f})"
+    return f"{text} *" if won else text
+
+
+def describe_config(config: Config) -> list[str]:
+    """A config for people: one line per op in launch order, then the edges that are programmatic."""
+    lines = []
+    for place, name in enumerate(config.order):
+        tiling = tiling_of(config, name)
+        text = f"{name:<4} {tiling.core} {tiling.block_m}x{tiling.rows} split {tiling.split_k} stages {tiling.stages}"
+        text += f" ctas/SM {tiling.ctas_per_sm}"
+        if isinstance(config, CmpConfig):
+            s = config.ops[name]
+            text += f"  stream {config.streams[place]} trigger {s.trigger} wait {s.wait} ahead {s.w_ahead}"
+            text += f" priority {s.priority}"
+        lines.append(text)
+    if isinstance(config, CmpConfig):
+        lines.append("programmatic: " + (" ".join(sorted(f"{p}>{c}" for p, c in config.programmatic)) or "none"))
+    return lines
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,107 @@
+"""One measuring process as its parent sees it: spawned, spoken to, watched, killed with its whole group."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from backends.base import SessionSpec
+from tuner.executors.scoring import one_line
+
+# A plain interpreter instead of a multiprocessing spawn: it does not run the parent's main module again, and it
+# starts in a session of its own, so that no Ctrl-C reaches it even before its first line.
+START = (
+    "import sys; sys.path[:] = sys.argv[3:]; from tuner.executors.worker import main; "
+    "main(int(sys.argv[1]), int(sys.argv[2]))"
+)
+GRACE_S = 5.0
+
+
+class Died(Exception):
+    """The process ended without being asked to; the text is the last thing it said."""
+
+
+class Child:
+    """A measuring process that is starting or running.
+
+    Attributes:
+        opened: whether its session is open.
+        deadline: monotonic time by which its next message must come.
+    """
+
+    def __init__(self, spec: SessionSpec, factory: str, open_timeout_s: float, keep_open: Sequence[int]) -> None:
+        self.opened = False
+        self.deadline = time.monotonic() + open_timeout_s
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `kill`
+        self._pipe, far = multiprocessing.Pipe()
+        with far:
+            command = [sys.executable, "-c", START, str(far.fileno()), str(os.getpid()), *sys.path]
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                start_new_session=True,
+                pass_fds=(far.fileno(), *keep_open),
+            )
+        self._pipe.send((spec, factory))
+
+    def send(self, message: Any) -> None:
+        """Sends a job.
+
+        Raises:
+            Died: nobody is there.
+        """
+        try:
+            self._pipe.send(message)
+        except OSError as error:
+            raise Died(self._last_words()) from error
+
+    def receive(self, timeout_s: float) -> tuple[Any, ...] | None:
+        """The next message, or None when none came in time.
+
+        Raises:
+            Died: the process is gone.
+        """
+        try:
+            if not self._pipe.poll(max(timeout_s, 0.0)):
+                return None
+            message: tuple[Any, ...] = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise Died(self._last_words()) from error
+        return message
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(GRACE_S)
+        code = self._process.poll()
+        how = "is stuck" if code is None else f"ended with code {code}"
+        if code is not None and code < 0:
+            how = f"was ended by {signal.Signals(-code).name}"
+        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - 4096))
+        lines = self._log.read().decode(errors="replace").split("\n")
+        said = next((line for line in reversed(lines) if line.strip()), "")
+        return one_line(f"the measuring process {how}" + (f": {said}" if said else ""))
+
+    def stop(self) -> None:
+        """Asks the process to close its session, then kills what is left."""
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            self._pipe.send(None)
+            self._process.wait(GRACE_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kills the whole process group and reaps the process. Safe to call twice."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._pipe.close()
+        self._log.close()
