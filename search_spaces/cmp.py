@@ -133,19 +133,24 @@ class CmpSpace:
             IllegalConfig: with the reason, naming the op.
         """
         for name, schedule in config.ops.items():
-            op, tiling = self.graph.ops[name], schedule.tiling
-            kind = KINDS[op.kind]
-            reason = kind.illegal(op, self.graph, tiling)
-            if reason is None and tiling.core not in self.gpu.cores():
-                reason = f"{name}: core {tiling.core} does not run on {self.gpu.arch}"
-            shared = kind.shared_bytes(op, tiling)
-            if reason is None and self.gpu.ctas_by_shared(shared) < tiling.ctas_per_sm:
-                reason = (
-                    f"{name}: {tiling.ctas_per_sm} CTAs of {shared} bytes of shared memory do not fit "
-                    f"{self.gpu.shared_per_sm} bytes of one multiprocessor"
-                )
+            reason = self.refusal(name, schedule.tiling)
             if reason is not None:
                 raise IllegalConfig(reason)
+
+    def refusal(self, name: str, tiling: Tiling) -> str | None:
+        """Why this GPU cannot hold an op under a tiling, or None."""
+        op = self.graph.ops[name]
+        kind = KINDS[op.kind]
+        reason = kind.illegal(op, self.graph, tiling)
+        if reason is None and tiling.core not in self.gpu.cores():
+            reason = f"{name}: core {tiling.core} does not run on {self.gpu.arch}"
+        shared = kind.shared_bytes(op, tiling)
+        if reason is None and self.gpu.ctas_by_shared(shared) < tiling.ctas_per_sm:
+            reason = (
+                f"{name}: {tiling.ctas_per_sm} CTAs of {shared} bytes of shared memory do not fit "
+                f"{self.gpu.shared_per_sm} bytes of one multiprocessor"
+            )
+        return reason
 
     def digest_text(self) -> str:
         """What the space's hash is made from."""

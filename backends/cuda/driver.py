@@ -57,8 +57,8 @@ class Gpu:
     stream: Any
 
 
-def open_gpu(index: int) -> Gpu:
-    """Makes a GPU's primary context current and reads its record.
+def read_record(index: int) -> GpuRecord:
+    """Reads a GPU's record without making a context.
 
     Raises:
         DeviceError: no such GPU, or one below compute capability 9.0.
@@ -68,16 +68,16 @@ def open_gpu(index: int) -> Gpu:
     if not 0 <= index < count:
         raise DeviceError(f"no device cuda:{index}: this machine has {count} GPU{'s' if count != 1 else ''}")
     device = call("cuDeviceGet", index)
-    attribute = driver.CUdevice_attribute
 
     def read(name: str) -> int:
-        return int(call("cuDeviceGetAttribute", getattr(attribute, f"CU_DEVICE_ATTRIBUTE_{name}"), device))
+        attribute = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(call("cuDeviceGetAttribute", attribute, device))
 
     major, minor = read("COMPUTE_CAPABILITY_MAJOR"), read("COMPUTE_CAPABILITY_MINOR")
     name = call("cuDeviceGetName", 128, device).split(b"\0")[0].decode()
     if (major, minor) < MIN_CAPABILITY:
         raise DeviceError(f"{name} is sm_{major}{minor}: programmatic dependent launch needs sm_90 or newer")
-    record = GpuRecord(
+    return GpuRecord(
         name=name,
         arch=f"sm_{major}{minor}a",
         sm_count=read("MULTIPROCESSOR_COUNT"),
@@ -88,6 +88,16 @@ def open_gpu(index: int) -> Gpu:
         threads_per_sm=read("MAX_THREADS_PER_MULTIPROCESSOR"),
         reserved_shared=read("RESERVED_SHARED_MEMORY_PER_BLOCK"),
     )
+
+
+def open_gpu(index: int) -> Gpu:
+    """Makes a GPU's primary context current in this thread.
+
+    Raises:
+        DeviceError: no such GPU, or one below compute capability 9.0.
+    """
+    record = read_record(index)
+    device = call("cuDeviceGet", index)
     call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", device))
     uuid = bytes(call("cuDeviceGetUuid", device).bytes).hex()
     version = int(call("cuDriverGetVersion"))

@@ -36,6 +36,19 @@ def _gemm(epilogue: str) -> Callable[[CompileKey], str]:
 
 
 DEVICE_OPS: dict[str, DeviceOp] = {
+    "add_rmsnorm_quant": DeviceOp(
+        "ops/add_rmsnorm_quant.cuh", 0, lambda k: f"AddRmsnormQuant<{k.constant('hidden_size')}>"
+    ),
+    "qkv_finalise": DeviceOp("ops/qkv_finalise.cuh", 0, lambda k: f"QkvFinalise<{k.constant('q_size')}>"),
+    "index_key_finalise": DeviceOp(
+        "ops/index_key_finalise.cuh", 0, lambda k: f"IndexKeyFinalise<{k.constant('hadamard')}, {k.constant('neox')}>"
+    ),
+    "index_query_finalise": DeviceOp(
+        "ops/index_query_finalise.cuh",
+        0,
+        lambda k: f"IndexQueryFinalise<{k.constant('heads')}, {k.constant('hadamard')}, {k.constant('neox')}>",
+    ),
+    "scale_bias_relu": DeviceOp("ops/scale_bias_relu.cuh", 0, lambda k: f"ScaleBiasRelu<{k.tiling.rows}>"),
     "gemm_fp8_partial": DeviceOp("ops/gemm_fp8.cuh", 2, _gemm("PartialEpilogue")),
     "gemm_fp8_query": DeviceOp("ops/gemm_fp8.cuh", 2, _gemm("QueryRopeEpilogue")),
     "head_gate": DeviceOp("ops/head_gate.cuh", 0, lambda k: f"HeadGate<{k.constant('heads')}, {k.tiling.block_m}>"),

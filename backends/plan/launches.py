@@ -6,7 +6,9 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import product
 
+from search_spaces.cmp import CmpSpace, default_tiling
 from search_spaces.config import CmpConfig, splits_of
 from search_spaces.errors import ConfigError, IllegalConfig
 from workloads.graph import Op, OpGraph
@@ -174,6 +176,19 @@ def compile_key(op: Op, tiling: Tiling, shell: str, arch: str) -> CompileKey:
     kind = KINDS[op.kind]
     constants = tuple(sorted((name, op.params[name]) for name in kind.constants if name in op.params))
     return CompileKey(op.kind, shell, arch, replace(tiling, split_k=1) if kind.tiled else Tiling(), constants)
+
+
+def space_binaries(space: CmpSpace) -> tuple[CompileKey, ...]:
+    """Every binary that configs of a space can name, without repeats."""
+    found: dict[CompileKey, None] = {}
+    for name, op in space.graph.ops.items():
+        choices = {f: v for f, v in KINDS[op.kind].tunables(op, space.graph).items() if f != "split_k"}
+        base = default_tiling(space.graph, name, space.gpu)
+        for values in product(*choices.values()):
+            tiling = replace(base, **dict(zip(choices, values, strict=True)))
+            if space.refusal(name, tiling) is None:
+                found[compile_key(op, tiling, "grid", space.gpu.arch)] = None
+    return tuple(found)
 
 
 def plan_edges(graph: OpGraph, config: CmpConfig) -> tuple[PlanEdge, ...]:

@@ -22,6 +22,15 @@ SPANTUNE_DEVICE void load_mutable(uint32_t (&v)[4], const void* address) {
                : "memory");
 }
 
+SPANTUNE_DEVICE float4 load_mutable_float4(const float* address) {
+  float4 v;
+  asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "l"(address)
+               : "memory");
+  return v;
+}
+
 SPANTUNE_DEVICE float load_shared(uint32_t address) {
   float value;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");

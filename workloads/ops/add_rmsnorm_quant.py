@@ -1,0 +1,68 @@
+"""Residual add, RMSNorm, and FP8 of the norm per 128 values: one token a tile."""
+
+from __future__ import annotations
+
+from workloads.graph import Op, OpGraph
+from workloads.ops.base import K_BLOCK, Domain, Operand, Pointer, Region, Splits, Tile, Tiling, rows_of
+from workloads.ops.row_op import RowOp, float_bits
+
+
+def add_rmsnorm_quant(
+    graph: OpGraph,
+    name: str,
+    *,
+    hidden: str,
+    residual: str,
+    weight: str,
+    eps: float,
+    residual_out: str,
+    norm_out: str,
+    quantised: str,
+    scale: str,
+) -> None:
+    """Records r = bf16(hidden + residual), n = bf16(RMSNorm(r)), FP8 of n.
+
+    Shapes: hidden, residual, residual_out, norm_out, quantised [M, H]; weight [H]; scale [H/128, M padded to 4].
+    """
+    graph.record(
+        Op(
+            name,
+            "add_rmsnorm_quant",
+            {"hidden": hidden, "residual": residual, "weight": weight},
+            {"residual_out": residual_out, "norm_out": norm_out, "quantised": quantised, "scale": scale},
+            {"hidden_size": graph.tensors[hidden].shape[1], "eps": eps},
+        )
+    )
+
+
+class AddRmsnormQuant(RowOp):
+    """See `add_rmsnorm_quant`."""
+
+    name = "add_rmsnorm_quant"
+    constants = ("hidden_size",)
+    slots = (
+        "hidden",
+        "residual",
+        "weight",
+        "residual_out",
+        "norm_out",
+        "quantised",
+        "scale",
+        "scale_stride",
+        "eps",
+    )
+
+    def domain(self, op: Op, graph: OpGraph, tiling: Tiling) -> Domain:
+        return Domain(graph.tensors[op.tensor("hidden")].shape[0], 1)
+
+    def reads(self, op: Op, graph: OpGraph, tiling: Tiling, tile: Tile, splits: Splits) -> tuple[Region, ...]:
+        return tuple(rows_of(graph, op.tensor(r), tile.m, tile.m + 1) for r in ("hidden", "residual"))
+
+    def writes(self, op: Op, graph: OpGraph, tiling: Tiling, tile: Tile) -> tuple[Region, ...]:
+        rows = [rows_of(graph, op.tensor(r), tile.m, tile.m + 1) for r in ("residual_out", "norm_out", "quantised")]
+        blocks = int(op.params["hidden_size"]) // K_BLOCK
+        return (*rows, Region(op.tensor("scale"), ((0, blocks), (tile.m, tile.m + 1))))
+
+    def operands(self, op: Op, graph: OpGraph, tiling: Tiling, splits: Splits) -> tuple[Operand, ...]:
+        pointers = tuple(Pointer(op.tensor(role)) for role in self.slots[:7])
+        return (*pointers, graph.tensors[op.tensor("scale")].shape[1], float_bits(float(op.params["eps"])))

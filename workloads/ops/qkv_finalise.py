@@ -1,0 +1,82 @@
+"""Finaliser of the fused q_a | kv_a | k_pe projection: per token, one tile for q and one for latent and rotary key."""
+
+from __future__ import annotations
+
+from workloads.graph import Op, OpGraph
+from workloads.ops.base import K_BLOCK, Domain, Operand, Pointer, Region, Splits, Tile, Tiling, rows_of, whole
+from workloads.ops.row_op import RowOp, float_bits
+
+
+def qkv_finalise(
+    graph: OpGraph,
+    name: str,
+    *,
+    partial: str,
+    q_weight: str,
+    kv_weight: str,
+    positions: str,
+    slots: str,
+    cos_sin: str,
+    eps: float,
+    q: str,
+    q_scale: str,
+    cache: str,
+) -> None:
+    """Records the finaliser: `q` [M, Q] e4m3 with `q_scale` [Q/128, M padded to 4], and the token's 656 cache bytes.
+
+    `partial` is [split, M, Q + 512 + 64] fp32; `cache` [pages, 64, 656]; a negative slot skips the cache write.
+    """
+    reads = {"partial": partial, "q_weight": q_weight, "kv_weight": kv_weight}
+    graph.record(
+        Op(
+            name,
+            "qkv_finalise",
+            reads | {"positions": positions, "slots": slots, "cos_sin": cos_sin},
+            {"q": q, "q_scale": q_scale, "cache": cache},
+            {"q_size": graph.tensors[q].shape[1], "eps": eps},
+        )
+    )
+
+
+class QkvFinalise(RowOp):
+    """See `qkv_finalise`. Which cache rows a tile writes is known at run time only: its region is the whole cache."""
+
+    name = "qkv_finalise"
+    constants = ("q_size",)
+    slots = (
+        "partial",
+        "q_weight",
+        "kv_weight",
+        "positions",
+        "slots",
+        "cos_sin",
+        "q",
+        "q_scale",
+        "cache",
+        "splits",
+        "m",
+        "scale_stride",
+        "eps",
+    )
+
+    def domain(self, op: Op, graph: OpGraph, tiling: Tiling) -> Domain:
+        return Domain(graph.tensors[op.tensor("partial")].shape[0], 2)
+
+    def reads(self, op: Op, graph: OpGraph, tiling: Tiling, tile: Tile, splits: Splits) -> tuple[Region, ...]:
+        partial = op.tensor("partial")
+        columns, q = graph.tensors[partial].shape[1], int(op.params["q_size"])
+        cut = (0, q) if tile.n == 0 else (q, columns)
+        return (Region(partial, ((0, splits[partial]), (tile.m, tile.m + 1), cut)),)
+
+    def writes(self, op: Op, graph: OpGraph, tiling: Tiling, tile: Tile) -> tuple[Region, ...]:
+        if tile.n == 1:
+            return (whole(graph, op.tensor("cache")),)
+        blocks = int(op.params["q_size"]) // K_BLOCK
+        scale = Region(op.tensor("q_scale"), ((0, blocks), (tile.m, tile.m + 1)))
+        return (rows_of(graph, op.tensor("q"), tile.m, tile.m + 1), scale)
+
+    def operands(self, op: Op, graph: OpGraph, tiling: Tiling, splits: Splits) -> tuple[Operand, ...]:
+        partial = op.tensor("partial")
+        pointers = tuple(Pointer(op.tensor(role)) for role in self.slots[:9])
+        numbers = (splits[partial], graph.tensors[partial].shape[0], graph.tensors[op.tensor("q_scale")].shape[1])
+        return (*pointers, *numbers, float_bits(float(op.params["eps"])))
