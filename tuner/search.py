@@ -16,6 +16,7 @@ from tuner.errors import StudyFailed
 from tuner.executors.base import Executor, Job, JobResult
 from tuner.interrupt import StopFlag
 from tuner.ledger import Ledger
+from tuner.legal import Repair
 from tuner.progress import Progress
 from tuner.sampling import BAD_VALUE, Point, Proposal, Sampler, distributions
 from tuner.screen import screen
@@ -74,6 +75,7 @@ class Search:
         self._stop = stop
         self._on_progress = on_progress
         self._distributions = distributions(space)
+        self._repair = Repair(space, seed=0)
         self._queue: deque[Candidate] = deque()
         self._tried: set[str] = set()
         self._flying: dict[str, Candidate] = {}
@@ -165,6 +167,7 @@ class Search:
 
     def _propose(self) -> Candidate:
         proposal = self._sampler.propose()
+        proposal = replace(proposal, point=self._repair(proposal.point))
         return Candidate(proposal, self._space.decode(proposal.point))
 
     def _settle(self, candidate: Candidate) -> bool:

@@ -13,6 +13,7 @@ from search_spaces.cmp import Choice, CmpSpace, default, serial
 from search_spaces.config import CmpConfig
 from tests.tuner_tests.fakes import GPU
 from tuner.errors import OptionError
+from tuner.legal import Repair
 from tuner.sampling import BAD_VALUE, MAX_VIEW, Point, Proposal, TpeSampler, distributions, make_sampler
 from tuner.screen import screen
 from tuner.seeds import chains, critical_order, encode, seeds
@@ -25,6 +26,7 @@ def space_of(workload: str = "attention_pre", **params: int | str) -> CmpSpace:
 
 
 SPACE = space_of()
+REPAIR = Repair(SPACE, 0)
 SMALL = space_of("pdl_chain", layers=4, n=1024)
 
 
@@ -126,3 +128,16 @@ def test_the_critical_path_goes_first() -> None:
 
 def test_optuna_sees_every_dimension() -> None:
     assert distributions(SPACE).keys() == {d.name for d in SPACE.dimensions}
+
+
+@given(st.integers(0, 10_000))
+def test_repair_makes_points_legal_and_leaves_legal_ones(seed: int) -> None:
+    point = SPACE.sample(random.Random(seed))
+    fixed = REPAIR(point)
+    assert in_space(SPACE, fixed)
+    assert screen(SPACE, SPACE.decode(fixed)).reason == ""
+    assert REPAIR(fixed) == fixed
+    if screen(SPACE, SPACE.decode(point)).reason == "":
+        assert fixed == point
+    changed = {name.rpartition(".")[2] for name in point if point[name] != fixed[name]}
+    assert changed <= {"core", "block_m", "rows", "split_k", "stages", "ctas_per_sm"}

@@ -15,7 +15,7 @@ from tests.tuner_tests.test_sampling import SMALL
 from tuner import devices
 from tuner.devices import DeviceLock, check_device
 from tuner.errors import DeviceBusy, OptionError
-from tuner.sampling import Point, distributions
+from tuner.sampling import distributions
 from tuner.storage import DEFAULT_FOLDER, Location, TrialStore, file_name, older_winners, parse_location
 from workloads.errors import InputError
 

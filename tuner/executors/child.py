@@ -11,17 +11,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from backends.base import SessionSpec
 from tuner.executors.scoring import one_line
 
-# A plain interpreter instead of a multiprocessing spawn: it does not run the parent's main module again, and it
-# starts in a session of its own, so that no Ctrl-C reaches it even before its first line.
-START = (
-    "import sys; sys.path[:] = sys.argv[3:]; from tuner.executors.worker import main; "
-    "main(int(sys.argv[1]), int(sys.argv[2]))"
-)
+ROOT = Path(__file__).parents[2]  # the folder of the packages, in a checkout and when installed
 GRACE_S = 5.0
 
 
@@ -43,9 +39,13 @@ class Child:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `kill`
         self._pipe, far = multiprocessing.Pipe()
         with far:
-            command = [sys.executable, "-c", START, str(far.fileno()), str(os.getpid()), *sys.path]
+            # A plain interpreter instead of a multiprocessing spawn: it does not run the parent's main module again,
+            # and it starts in a session of its own, so that no Ctrl-C reaches it even before its first line. -P keeps
+            # folders of the working directory that are named like our packages out.
+            module = ["-P", "-m", "tuner.executors.worker"]
             self._process = subprocess.Popen(
-                command,
+                [sys.executable, *module, str(far.fileno()), str(os.getpid())],
+                env=_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
@@ -105,3 +105,9 @@ class Child:
         self._process.wait()
         self._pipe.close()
         self._log.close()
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, with our packages in front of what Python searches."""
+    inherited = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *([inherited] if inherited else [])])}

@@ -21,7 +21,7 @@ from tuner.executors.base import Failed, Job, JobKind, JobResult
 from tuner.executors.child import Child, Died
 from tuner.executors.scoring import REFERENCE, TOGETHER
 
-SESSION_FACTORY = "backends.sessions:open_session"
+SESSION_FACTORY = "tuner.executors.opening:open_session"
 STEP_TIMEOUT_S = 60.0  # compiling a config's binaries is the longest step
 OPEN_TIMEOUT_S = 600.0  # loading the weights of every rotation set and the reference answer
 STRIKES = 2
