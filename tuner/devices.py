@@ -61,7 +61,7 @@ def gpu_record(spec: SessionSpec) -> GpuRecord:
     if match is not None:
         from backends.cuda import driver
 
-        return driver.open_gpu(int(match.group(1))).record
+        return driver.read_record(int(match.group(1)))
     from backends.sessions import open_session
 
     session = open_session(spec)

@@ -256,6 +256,7 @@ class _Study:
             "reference": to_json(self._reference),
             "floor_us": floor_us,
             "graph_digest": self._graph.digest(),
+            "seeds": {s.name: run_key(s.config) for s in self._seeds},
         }
 
     # --- Jobs outside the search ---

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.tuner_tests.fakes import FACTORY
 from tuner import cli
+from tuner.executors.inline import InlineExecutor
 
 BAD = [
     ("tune nothing", "unknown workload 'nothing'"),
@@ -70,3 +73,52 @@ def test_help_needs_nothing(tmp_path: Path) -> None:
         check=True,
     )
     assert "--storage" in done.stdout and done.stderr == ""
+
+
+@pytest.fixture
+def fake_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The fake session behind every device, an empty working directory, winners published to nowhere."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tuner.study.InlineExecutor", partial(InlineExecutor, factory=FACTORY))
+    monkeypatch.setattr(cli, "publish", lambda result, directory: directory / "published.json")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("trials", "code", "text"), [(40, 0, "us, predicted: "), (2, 3, "no significant gain")])
+def test_tune_reports_what_won(
+    fake_device: Path, trials: int, code: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["tune", "pdl_chain", "--layers", "4", "--n", "1024", "--device", "sim:fake", "--trials", str(trials)]
+    assert cli.main([*command, "--results", "out"]) == code
+    captured = capsys.readouterr()
+    assert text in captured.out and "published   out/published.json" in captured.out
+    assert "default" in captured.out and "serial" in captured.out and "floor       20.000" in captured.out
+    assert len(captured.err.splitlines()) <= 4
+    assert [path.suffix for path in (fake_device / ".spantune" / "studies").glob("*.journal")] == [".journal"]
+    assert cli.main(command) == code
+    assert f"({trials} resumed)" in capsys.readouterr().out
+
+
+def test_a_broken_storage_is_bad_input(fake_device: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["tune", "pdl_chain", "--layers", "4", "--device", "sim:fake", "--storage", "sqlite:////nowhere/x.db"]
+    assert cli.main(command) == 2
+    captured = capsys.readouterr()
+    assert len(captured.err.splitlines()) == 1 and "cannot be opened" in captured.err
+    assert not list(fake_device.iterdir())
+
+
+def test_a_failing_device_is_exit_code_one(fake_device: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune", "pdl_chain", "--layers", "4", "--device", "sim:dead"]) == 1
+    captured = capsys.readouterr()
+    assert len(captured.err.splitlines()) == 1 and "cannot be opened" in captured.err
+
+
+def test_ctrl_c_is_exit_code_130(
+    fake_device: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run_study", interrupted)
+    assert cli.main(["tune", "pdl_chain", "--device", "sim:fake"]) == 130
+    assert "the same command goes on" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import random
 
@@ -13,6 +14,7 @@ from results.record import Outcome, TrialRecord
 from tuner import confirm, race
 from tuner.errors import StudyFailed
 from tuner.ledger import Ledger
+from tuner.progress import Progress, ProgressPrinter
 
 
 def readings(ratio: float, rounds: int = 10, noise: float = 0.005, seed: int = 0) -> tuple[list[float], list[float]]:
@@ -101,3 +103,33 @@ def test_cheap_trials_do_not_count_and_never_win() -> None:
     assert ledger.best is not None and ledger.best.ratio == 0.9
     assert [r.ratio for r in ledger.contenders(5)] == [0.9]
     assert ledger.known("scored") is not None and ledger.known("duplicate") is None
+
+
+# --- Progress ---
+
+
+class Stream(io.StringIO):
+    def __init__(self, tty: bool) -> None:
+        super().__init__()
+        self.tty = tty
+
+    def isatty(self) -> bool:
+        return self.tty
+
+
+@pytest.mark.parametrize("tty", [True, False])
+def test_progress_never_floods(tty: bool) -> None:
+    stream = Stream(tty)
+    printer = ProgressPrinter(stream)
+    for done in range(1000):
+        printer(Progress("searching", done, 1000, counts={Outcome.HANG: 2, Outcome.SCORED: done}))
+    printer(Progress("confirming", 1000, 1000))
+    printer.finish()
+    text = stream.getvalue()
+    assert ("\n" not in text) if tty else (len(text.splitlines()) == 2)
+    assert "2 hang" in text and "searching 0/1000" in text
+
+
+def test_progress_says_what_matters() -> None:
+    line = Progress("searching", 50, 200, 0, 36.9, 0.912, 7.5, 130.0, {Outcome.DUPLICATE: 3}).line()
+    assert line == "searching 50/200, best 36.900 us (0.9120 of the default), 7.5 scored/s, 2m10s left, 3 duplicates"

@@ -162,6 +162,8 @@ class Scorer:
                 if voids > VOID_RETRIES:
                     raise
                 continue
+            if any(us <= 0 for new in found for us in new):
+                raise MeasurementVoid("a span is not longer than the empty bracket that is subtracted from it")
             for mine, new in zip(readings, found, strict=True):
                 mine += new
             left -= count
