@@ -14,7 +14,7 @@ from backends.plan.encode import MAP_BYTES, map_specs, table_row
 from backends.plan.queues import QueuePlan
 
 THREADS = 384  # PersistentShell::kThreads
-SHARED_BYTES = 13 * 16384 + 4096 + 32 * 8 + 128  # PersistentShell::kSharedBytes
+SHARED_BYTES = 13 * 16384 + 4096 + 32 * 8 + 128 + 16 * 8  # PersistentShell::kSharedBytes
 WATCHDOG_US = 2_000_000
 
 

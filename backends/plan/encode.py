@@ -41,6 +41,6 @@ def map_specs(operands: Sequence[Operand]) -> list[TensorMapSpec]:
 
 def grid_args(node: KernelNode, addresses: Mapping[str, int], maps: Sequence[bytes], *, delay_us: int = 0) -> bytes:
     """`GridArgs` of shells/grid.cuh: 16 operand slots, 16 words, then the tensor maps (at least room for one)."""
-    words = (node.k_blocks, node.splits, node.trigger, node.wait, node.w_ahead, delay_us, *([0] * 10))
+    words = (*divmod(node.k_blocks, node.splits), node.trigger, node.wait, node.w_ahead, delay_us, *([0] * 10))
     body = struct.pack("<16Q16i", *operand_row(node.operands, addresses), *words)
     return body + (b"".join(maps) if maps else bytes(MAP_BYTES))

@@ -39,8 +39,12 @@ def instructions(cubin: Path) -> list[str]:
 def rounding_kinds(cubin: Path) -> Counter[str]:
     """How often each rounding opcode (with modifiers) stands in a kernel.
 
-    HFMA2 of zeros and an immediate is how the assembler loads a constant; it rounds nothing.
+    Left out, since they round no value of an op: HFMA2 of zeros and an immediate, which is how the assembler loads a
+    constant, and the reciprocal of an integer division, which follows an I2F that rounds up.
     """
-    lines = (line for line in instructions(cubin) if not re.match(r"HFMA2\S* \S+, -?RZ, -?RZ, ", line))
-    opcodes = (line.split()[0] for line in lines)
-    return Counter(opcode for opcode in opcodes if ROUNDING.match(opcode))
+    lines = [line for line in instructions(cubin) if not re.match(r"HFMA2\S* \S+, -?RZ, -?RZ, ", line)]
+    opcodes = [line.split()[0] for line in lines]
+    found = Counter(opcode for opcode in opcodes if ROUNDING.match(opcode))
+    divisions = sum(bool(re.match(r"I2F\S*\.RP$", opcode)) for opcode in opcodes)
+    found["MUFU.RCP"] -= min(divisions, found["MUFU.RCP"])
+    return +found

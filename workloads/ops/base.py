@@ -70,8 +70,9 @@ class Domain:
         return self.m_tiles * self.n_tiles * self.splits
 
     def split_bound(self, i: int) -> int:
-        """First k-block of split `i`; splits are as even as whole k-blocks allow."""
-        return self.k_blocks * i // self.splits
+        """First k-block of split `i`; splits are as even as whole k-blocks allow, the longer ones first."""
+        per_split, left = divmod(self.k_blocks, self.splits)
+        return per_split * i + min(i, left)
 
     def tile(self, index: int) -> Tile:
         """The tile with a linear index, 0 to `num_tiles` - 1."""

@@ -17,7 +17,7 @@ namespace spantune {
 
 // Operand slots, in the order of workloads/ops/head_gate.py.
 struct HeadGateSlots {
-  enum : int { kWeight, kInput, kOut, kM, kK };
+  enum : int { kWeight, kX, kOut, kM, kK };
 };
 
 template <int kHeads, int kTokens>
@@ -47,7 +47,7 @@ struct HeadGate {
     shell.template acquire<Group::kMath>();
 
     const int m = tile.m * kTokens + row;
-    const uint16_t* x = shell.template pointer<uint16_t>(HeadGateSlots::kInput) + static_cast<int64_t>(m) * k + column;
+    const uint16_t* x = shell.template pointer<uint16_t>(HeadGateSlots::kX) + static_cast<int64_t>(m) * k + column;
     float sum[kAtoms][kGroups][4];
 #pragma unroll
     for (int i = 0; i < kAtoms * kGroups * 4; ++i) (&sum[0][0][0])[i] = 0.0f;

@@ -53,10 +53,14 @@ struct IndexQueryFinalise {
   }
 
  private:
-  // Lane i holds split i in `low` and split i + 32 in `high`.
+  // Lane i holds split i in `low` and split i + 32 in `high`, zero where there is none.
   static SPANTUNE_DEVICE float sum_gate(float low, float high, int splits) {
-    float sum = __shfl_sync(~0u, low, 0);
-    for (int i = 1; i < splits; ++i) sum = __fadd_rn(sum, __shfl_sync(~0u, i < 32 ? low : high, i & 31));
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int base = 0; base < splits; base += 8) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sum = __fadd_rn(sum, __shfl_sync(~0u, base < 32 ? low : high, (base + i) & 31));
+    }
     return sum;
   }
 };

@@ -12,6 +12,7 @@ namespace spantune::row {
 template <int kInFlight>
 SPANTUNE_DEVICE float4 sum_splits(const float* first, int64_t stride, int splits) {
   float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 1
   for (int base = 0; base < splits; base += kInFlight) {
     float4 part[kInFlight];
 #pragma unroll

@@ -18,8 +18,8 @@ constexpr int kMaxMaps = 4;
 template <int kMaps>
 struct alignas(64) GridArgs {
   uint64_t operands[kOperandSlots];
-  int32_t k_blocks;  // of the whole op
-  int32_t splits;
+  int32_t k_blocks_per_split;  // quotient and remainder of the op's k-blocks by its splits: no division here
+  int32_t k_blocks_left;
   int32_t trigger;  // a Point
   int32_t wait;     // a Point: kEntry, kSetUp, or kNone for the acquires alone
   int32_t w_ahead;  // W stages that may be issued before the W loader waits
@@ -78,8 +78,8 @@ class GridShell {
 template <class Op>
 inline constexpr int kGridThreads = kMathThreads + (Op::kHasLoaders ? 2 * kWarpLanes : 0);
 
-// Splits cut [0, k_blocks) as evenly as whole k-blocks allow; the same formula as workloads/ops/base.py.
-SPANTUNE_DEVICE int split_bound(int k_blocks, int splits, int i) { return k_blocks * i / splits; }
+// First k-block of split i: the first `left` splits hold one more; the same formula as workloads/ops/base.py.
+SPANTUNE_DEVICE int split_bound(int per_split, int left, int i) { return per_split * i + min(i, left); }
 
 template <class Op, int kMaps>
 SPANTUNE_DEVICE void run_grid(const GridArgs<kMaps>& args) {
@@ -87,8 +87,8 @@ SPANTUNE_DEVICE void run_grid(const GridArgs<kMaps>& args) {
   using Shell = GridShell<Op, kMaps>;
   const Shell shell(args, ptx::shared_address(shared_memory));
   const int split = blockIdx.y;
-  const Tile tile{static_cast<int>(blockIdx.z), static_cast<int>(blockIdx.x), split_bound(args.k_blocks, args.splits, split),
-                  split_bound(args.k_blocks, args.splits, split + 1), split};
+  const Tile tile{static_cast<int>(blockIdx.z), static_cast<int>(blockIdx.x), split_bound(args.k_blocks_per_split, args.k_blocks_left, split),
+                  split_bound(args.k_blocks_per_split, args.k_blocks_left, split + 1), split};
   const int warp = threadIdx.x / kWarpLanes;
 
   if (threadIdx.x == 0) shell.announce(Point::kEntry);

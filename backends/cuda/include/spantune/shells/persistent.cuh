@@ -32,26 +32,27 @@ class PersistentShell {
   static constexpr int kThreads = 384;          // controller, W loader, A loader, one idle warp, then the math group
   static constexpr int kFirstMathThread = 128;  // wgmma wants its warpgroups aligned
   static constexpr int kPages = 13;
-  static constexpr int kSharedBytes = kPages * kPageBytes + kScratchBytes + kMaxBarriers * 8 + sizeof(Instruction);
+  static constexpr int kInstructionBytes = sizeof(Instruction), kSlotBytes = kInstructionBytes + kOperandSlots * 8;
+  static constexpr int kSharedBytes = kPages * kPageBytes + kScratchBytes + kMaxBarriers * 8 + kSlotBytes;
 
   SPANTUNE_DEVICE PersistentShell(const PersistentArgs& args, const Instruction& instruction, uint32_t shared, int epoch,
                                   int place)
-      : args_(args), instruction_(instruction), shared_(shared), epoch_(epoch), place_(place),
-        row_(args.operands + instruction.words[3] * kOperandSlots) {}
+      : args_(args), instruction_(instruction), shared_(opaque(shared)), epoch_(epoch), place_(place),
+        thread_(static_cast<int>(opaque(threadIdx.x))) {}
 
   template <class T>
   SPANTUNE_DEVICE T* pointer(int slot) const {
-    return reinterpret_cast<T*>(__ldg(row_ + slot));
+    return reinterpret_cast<T*>(operand(slot));
   }
-  SPANTUNE_DEVICE int scalar(int slot) const { return static_cast<int>(__ldg(row_ + slot)); }
+  SPANTUNE_DEVICE int scalar(int slot) const { return static_cast<int>(operand(slot)); }
   SPANTUNE_DEVICE const TensorMap* map(int slot) const { return pointer<const TensorMap>(slot); }
 
   SPANTUNE_DEVICE uint32_t page(int i) const { return shared_ + i * kPageBytes; }
   SPANTUNE_DEVICE uint32_t scratch() const { return shared_ + kPages * kPageBytes; }
   SPANTUNE_DEVICE uint32_t barrier(int i) const { return scratch() + kScratchBytes + i * 8; }
 
-  SPANTUNE_DEVICE int lane() const { return threadIdx.x % kWarpLanes; }
-  SPANTUNE_DEVICE int math_thread() const { return threadIdx.x - kFirstMathThread; }
+  SPANTUNE_DEVICE int lane() const { return thread_ % kWarpLanes; }
+  SPANTUNE_DEVICE int math_thread() const { return thread_ - kFirstMathThread; }
   SPANTUNE_DEVICE int math_warp() const { return math_thread() / kWarpLanes; }
   SPANTUNE_DEVICE int w_ahead() const { return 1 << 20; }
 
@@ -82,6 +83,21 @@ class PersistentShell {
   SPANTUNE_DEVICE void sync_math() const { ptx::named_sync<1, kMathThreads>(); }
 
  private:
+  // A value that the compiler cannot trace to the outside of the instruction loop: else it computes the thread's offsets
+  // of all ops once, before the loop, and spills them.
+  static SPANTUNE_DEVICE uint32_t opaque(uint32_t value) {
+    uint32_t copy;
+    asm volatile("mov.u32 %0, %1;" : "=r"(copy) : "r"(value));
+    return copy;
+  }
+
+  // Volatile: else the compiler hoists the rows of all ops above the dispatch, and spills.
+  SPANTUNE_DEVICE uint64_t operand(int slot) const {
+    uint64_t value;
+    asm volatile("ld.shared.u64 %0, [%1];" : "=l"(value) : "r"(barrier(kMaxBarriers) + kInstructionBytes + slot * 8));
+    return value;
+  }
+
   // Relaxed polls, then one fence: acquire loads in a spin would pay the fence every time.
   SPANTUNE_DEVICE void poll() const {
     for (uint32_t i = 0; i < instruction_.words[1]; ++i) {
@@ -109,17 +125,19 @@ class PersistentShell {
   const PersistentArgs& args_;
   const Instruction& instruction_;
   const uint32_t shared_;
-  const int epoch_, place_;
-  const uint64_t* row_;
+  const int epoch_, place_, thread_;
 };
 
 // The ops that one kernel knows; opcode i + 1 is the i-th.
-template <class... Ops>
+template <class First, class... Rest>
 struct OpSet {
   template <class Function>
   static SPANTUNE_DEVICE void visit(uint32_t opcode, const Function& function) {
-    uint32_t code = 0;
-    ((++code == opcode ? function(Ops{}) : void()), ...);
+    if (opcode == 1) {
+      function(First{});
+    } else if constexpr (sizeof...(Rest) > 0) {
+      if (opcode > 1) OpSet<Rest...>::visit(opcode - 1, function);
+    }
   }
 };
 
@@ -129,11 +147,13 @@ SPANTUNE_DEVICE void run_persistent(const PersistentArgs& args) {
   const uint32_t shared = ptx::shared_address(shared_memory);
   constexpr int kBarrierOffset = PersistentShell::kPages * kPageBytes + kScratchBytes;
   auto& slot = *reinterpret_cast<Instruction*>(shared_memory + kBarrierOffset + kMaxBarriers * 8);
+  auto* row = reinterpret_cast<uint64_t*>(&slot + 1);
   const int warp = threadIdx.x / kWarpLanes, lane = threadIdx.x % kWarpLanes, epoch = args.epochs[blockIdx.x];
   for (int place = 0; place < args.max_queue; ++place) {
     if (warp == 0) {
       slot.words[lane] = args.instructions[blockIdx.x * args.max_queue + place].words[lane];
       __syncwarp();
+      if (lane < kOperandSlots) row[lane] = args.operands[slot.words[3] * kOperandSlots + lane];
       Set::visit(slot.words[0], [&](auto op) {
         using Op = decltype(op);
         for (int i = lane; i < Op::kBarriers; i += kWarpLanes)
