@@ -19,6 +19,7 @@ from tuner.executors.scoring import one_line
 
 ROOT = Path(__file__).parents[2]  # the folder of the packages, in a checkout and when installed
 GRACE_S = 5.0
+KILL_S = 60.0
 
 
 class Died(Exception):
@@ -99,10 +100,15 @@ class Child:
         self.kill()
 
     def kill(self) -> None:
-        """Kills the whole process group and reaps the process. Safe to call twice."""
+        """Kills the whole process group and reaps the process. Safe to call twice.
+
+        Caveats: the driver may hold a process whose kernels never end; after a minute it is left to the system, and
+        what opens the device next will say what is wrong.
+        """
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILL_S)
         self._pipe.close()
         self._log.close()
 
