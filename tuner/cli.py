@@ -9,17 +9,21 @@ import argparse
 import math
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from backends.base import SessionSpec
+from results import best, paths
+from results.best import BestKeptWarning
 from results.record import Outcome
 from search_spaces.cmp import Choice, CmpSpace
-from search_spaces.config import CmpConfig, Config, tiling_of
+from search_spaces.config import CmpConfig, Config, from_json, tiling_of
 from tuner.confirm import Finalist
-from tuner.devices import default_device, gpu_record
+from tuner.devices import default_device, device_label, gpu_record
 from tuner.errors import OptionError
+from tuner.identity import shape_key
 from tuner.options import BACKENDS, Options, graph_of
 from tuner.progress import ProgressPrinter
 from tuner.residency import residencies
@@ -79,6 +83,14 @@ def _parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="print the op graph")
     _add_workload(show)
     show.set_defaults(run=_show)
+    published = commands.add_parser("best", help="print the published configs of a workload and shape")
+    _add_workload(published)
+    _add_results(published)
+    published.set_defaults(run=_best)
+    compare = commands.add_parser("compare", help="what each way of running a workload and shape is worth")
+    _add_workload(compare)
+    _add_results(compare)
+    compare.set_defaults(run=_compare)
     return parser
 
 
@@ -119,6 +131,7 @@ def _tune(arguments: argparse.Namespace) -> int:
     )
     graph_of(spec)
     options.check()
+    place = paths.write_place(arguments.results)
     printer = ProgressPrinter(sys.stderr)
     try:
         result = run_study(
@@ -138,15 +151,11 @@ def _tune(arguments: argparse.Namespace) -> int:
     finally:
         printer.finish()
     _report(result)
-    path = publish(result, arguments.results or default_results())
-    print(f"published   {path}")
+    with warnings.catch_warnings(record=True) as kept:
+        warnings.simplefilter("always", BestKeptWarning)
+        path = publish(result, place.folder)
+    print(f"kept        {kept[-1].message}" if kept else f"published   {path}")
     return OK if result.gain else NO_GAIN
-
-
-def default_results() -> Path:
-    """Where winners are published when no option says so."""
-    named = os.environ.get("SPANTUNE_RESULTS")
-    return Path(named) if named else Path("results") / "best"
 
 
 def _space(arguments: argparse.Namespace) -> int:
@@ -176,6 +185,44 @@ def _show(arguments: argparse.Namespace) -> int:
     graph = graph_of(_spec(arguments))
     print(graph)
     print(f"  {len(graph.ops)} ops, {len(graph.op_edges())} edges, digest {graph.digest()}")
+    return OK
+
+
+def _best(arguments: argparse.Namespace) -> int:
+    spec = _spec(arguments)
+    graph = graph_of(spec)
+    places = paths.search_path(arguments.results)
+    found = [
+        (path, place, entry)
+        for path, place in paths.best_files(places, device_label(spec), spec.workload)
+        for entry in best.load(path)
+        if entry.shape_key == shape_key(spec) and entry.graph_digest == graph.digest()
+    ]
+    if not found:
+        raise OptionError(
+            f"no best config of {spec.workload} {shape_key(spec)} on {device_label(spec)} in "
+            f"{', '.join(map(str, places))}: run spantune tune first"
+        )
+    for path, place, entry in found:
+        unit = "us, predicted" if entry.simulated else "us"
+        low, high = entry.interval_us
+        print(f"{entry.backend}, L2 {entry.l2}: {entry.span_us:.3f} {unit} ({low:.3f} to {high:.3f})")
+        serial_us = "unknown" if entry.serial_us is None else f"{entry.serial_us:.3f}"
+        print(f"  default {entry.default_us:.3f}, serial {serial_us}, floor {entry.floor_us:.3f}")
+        print(f"  numerics {entry.numerics_key}")
+        print(f"  study {entry.study}")
+        print(f"  from {path} ({place.origin})")
+        for line in describe_config(from_json(entry.config)):
+            print(f"  {line}")
+    return OK
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from results import compare
+
+    spec = _spec(arguments)
+    graph_of(spec)
+    print(compare.render(arguments.results, device_label(spec), spec.workload, shape_key(spec)))
     return OK
 
 

@@ -71,6 +71,11 @@ def gpu_record(spec: SessionSpec) -> GpuRecord:
         session.close()
 
 
+def device_label(spec: SessionSpec) -> str:
+    """The name that results on a device are filed under: the GPU's, or the simulated device's own."""
+    return gpu_record(spec).name if CUDA_DEVICE.fullmatch(spec.device) else spec.device
+
+
 class DeviceLock:
     """The right to measure on one GPU, held by this process and by the children that inherit it.
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from typing import Any
 
 from backends.base import SessionSpec
+from results.best import device_slug
 from results.record import Provenance
 from search_spaces.cmp import CmpSpace
 from workloads import registry
@@ -20,7 +20,7 @@ def shape_key(spec: SessionSpec) -> str:
 def provenance_of(spec: SessionSpec, described: dict[str, Any]) -> Provenance:
     """Where numbers of an executor come from."""
     simulated = bool(described["simulated"])
-    protocol = dict(described["protocol"])
+    protocol = {"l2": spec.l2, **described["protocol"]}
     return Provenance(
         device=spec.device if simulated else described["gpu"]["name"],
         device_id=spec.device,
@@ -35,8 +35,7 @@ def provenance_of(spec: SessionSpec, described: dict[str, Any]) -> Provenance:
 
 def study_name(spec: SessionSpec, space: CmpSpace, provenance: Provenance, backend: str, sampler: str) -> str:
     """workload/shape/device/backend/space-hash/source-hash: another space or other sources make another study."""
-    device = re.sub(r"[^a-z0-9]+", "-", provenance.device.lower()).strip("-")
     space_hash = hashlib.sha256(f"{space.digest_text()} {spec.l2}".encode()).hexdigest()[:8]
     source_hash = provenance.source_hash[:8] or "none"
-    parts = [spec.workload, shape_key(spec), device, backend, space_hash, source_hash]
+    parts = [spec.workload, shape_key(spec), device_slug(provenance.device), backend, space_hash, source_hash]
     return "/".join(parts if sampler == "tpe" else [*parts, sampler])

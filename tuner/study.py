@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from backends.base import SessionSpec
+from results import best as best_files
 from results.record import Outcome, Provenance, TrialRecord
 from search_spaces.cmp import CmpSpace, default, serial
 from search_spaces.config import CmpConfig, Config, from_json, run_key, to_json
@@ -47,6 +48,7 @@ class StudyResult:
         backend: of its configs.
         shape_key: short name of the shape.
         graph_digest: content hash of the op graph.
+        gpu: limits of the GPU, or of the one that is modelled.
         best: confirmation row of the winner; the default's when nothing beats it.
         gain: whether the winner's interval of the ratio to the default excludes 1.
         table: the confirmation, default and serial first.
@@ -67,6 +69,7 @@ class StudyResult:
     backend: str
     shape_key: str
     graph_digest: str
+    gpu: GpuRecord
     best: confirm.Finalist
     gain: bool
     table: tuple[confirm.Finalist, ...]
@@ -228,6 +231,7 @@ class _Study:
             backend=self._options.backend,
             shape_key=shape_key(self._spec),
             graph_digest=self._graph.digest(),
+            gpu=self._space.gpu,
             best=best,
             gain=gain,
             table=table,
@@ -306,15 +310,12 @@ def _row(finalist: confirm.Finalist) -> dict[str, Any]:
 def publish(result: StudyResult, directory: Path) -> Path:
     """Stores a study's winner among the best configs of its device and returns the file.
 
-    Calls `results.best.publish(directory, entry) -> Path` with a `results.best.BestEntry(workload, shape_params,
-    shape_key, graph_digest, backend, device, config, span_us, interval_us, serial_us, default_us, floor_us,
-    numerics_key, provenance, study, trials)`.
+    A stored entry that is faster beyond doubt stays, with a `results.best.BestKeptWarning`.
 
     Raises:
         StudyFailed: the winner has no span.
+        BestFileError: the stored file is corrupted or newer, or the folder is not writable.
     """
-    from results import best as best_files
-
     record = result.best.record
     default_us, serial_us = result.span_us(confirm.DEFAULT), result.span_us(confirm.SERIAL)
     if record.span_us is None or default_us is None:
@@ -329,6 +330,7 @@ def publish(result: StudyResult, directory: Path) -> Path:
             graph_digest=result.graph_digest,
             backend=result.backend,
             device=result.provenance.device,
+            gpu=best_files.GpuIdentity.of(result.gpu),
             config=record.config,
             span_us=record.span_us,
             interval_us=(default_us * low, default_us * high),
@@ -338,6 +340,6 @@ def publish(result: StudyResult, directory: Path) -> Path:
             numerics_key=record.numerics_key,
             provenance=result.provenance,
             study=result.study,
-            trials=result.scored,
+            trials={outcome.value: count for outcome, count in result.counts.items()},
         ),
     )

@@ -122,3 +122,31 @@ def test_ctrl_c_is_exit_code_130(
     monkeypatch.setattr(cli, "run_study", interrupted)
     assert cli.main(["tune", "pdl_chain", "--device", "sim:fake"]) == 130
     assert "the same command goes on" in capsys.readouterr().err
+
+
+def test_best_prints_what_tune_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tuner.study.InlineExecutor", partial(InlineExecutor, factory=FACTORY))
+    workload = ["pdl_chain", "--layers", "4", "--n", "1024", "--device", "sim:fake", "--results", "out"]
+    assert cli.main(["tune", *workload, "--trials", "40"]) == 0
+    assert "published   out/sim-fake/pdl_chain.json" in capsys.readouterr().out
+    assert cli.main(["best", *workload]) == 0
+    out = capsys.readouterr().out
+    assert "cmp, L2 cold: " in out and "predicted" in out and "programmatic: " in out and "(option)" in out
+    assert cli.main(["best", *workload, "--layers", "5"]) == 2
+    assert "run spantune tune first" in capsys.readouterr().err
+    # A worse study leaves the better entry where it is, and says so.
+    command = ["tune", *workload, "--trials", "2", "--storage", "journal:other"]
+    assert cli.main(command) == 3
+    assert "kept        out/sim-fake/pdl_chain.json" in capsys.readouterr().out
+
+
+def test_a_results_folder_that_is_none_is_refused_before_the_study(
+    fake_device: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (fake_device / "file").touch()
+    assert cli.main(["tune", "pdl_chain", "--device", "sim:fake", "--results", "file"]) == 2
+    assert "not a folder" in capsys.readouterr().err
+    assert not (fake_device / ".spantune").exists()
