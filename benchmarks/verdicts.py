@@ -22,6 +22,7 @@ from backends.sessions import open_session
 from search_spaces.cmp import CmpSpace, default, serial
 from search_spaces.config import Config, MegakernelConfig, numerics_key, tiling_of
 from search_spaces.errors import IllegalConfig
+from tuner.legal import Repair
 
 CASES: dict[str, dict[str, int | str]] = {
     "headline": {},
@@ -44,7 +45,8 @@ def check_case(device: str, params: dict[str, int | str], randoms: int, seed: in
         space: CmpSpace = session.space  # type: ignore[attr-defined]
         rng = random.Random(seed)
         named: list[tuple[str, Config]] = [("serial", serial(space)), ("default", default(space))]
-        named += [(f"random{i}", space.decode(space.sample(rng))) for i in range(randoms)]
+        repair = Repair(space, seed)
+        named += [(f"random{i}", space.decode(repair(space.sample(rng)))) for i in range(randoms)]
         return {name: _verdict(session, config) for name, config in named}
     finally:
         session.close()
@@ -70,9 +72,10 @@ def check_both_shells(device: str, seed: int = 1) -> dict[str, Any]:
     results: dict[str, Any] = {}
     try:
         space: CmpSpace = session.space  # type: ignore[attr-defined]
-        for rows in (64, 128):
+        for rows, stages, ctas in ((64, 6, 2), (128, 5, 1)):
             for core in space.gpu.cores():
-                grid = space.decode({"B0.rows": rows, "B0.core": core})
+                tile = {"B0.rows": rows, "B0.stages": stages, "B0.ctas_per_sm": ctas, "B0.core": core}
+                grid = space.decode(tile)
                 tilings = {name: tiling_of(grid, name) for name in grid.ops}
                 resident = MegakernelConfig(tilings, grid.order)
                 keys = {numerics_key(space.graph, c, space.gpu.arch) for c in (grid, resident)}

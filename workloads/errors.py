@@ -1,10 +1,10 @@
 """The root of the error tree and the branch that workloads raise.
 
-    SpantuneError
-    +- InputError            what the caller asked for is not possible; one line, exit code 2
-    |  +- WorkloadError      unknown workload, shape out of range, sub-graph not closed, malformed graph
-    |  +- ...                `search_spaces`, `backends`, `results` and `tuner` add their own branches
-    +- ...
+SpantuneError
++- InputError            what the caller asked for is not possible; one line, exit code 2
+|  +- WorkloadError      unknown workload, shape out of range, sub-graph not closed, malformed graph
+|  +- ...                `search_spaces`, `backends`, `results` and `tuner` add their own branches
++- ...
 """
 
 from __future__ import annotations

@@ -138,15 +138,15 @@ def _compile(source: str, arch: str) -> tuple[bytes, str]:
         options = [f"--gpu-architecture={arch}", f"-I{INCLUDE}", *OPTIONS]
         (code,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
         (size,) = call("nvrtcGetProgramLogSize", program)
-        buffer = b" " * int(size)  # type: ignore[call-overload]
+        buffer = bytes(int(size) + 1)  # type: ignore[call-overload]  # more than one, since small bytes are shared
         call("nvrtcGetProgramLog", program, buffer)
         log = buffer.decode(errors="replace").strip("\0 \n")
         if int(code) != 0:
             raise BuildFailed(f"a kernel does not compile for {arch}: {_first_error(log)}", log)
         (size,) = call("nvrtcGetCUBINSize", program)
-        binary = b" " * int(size)  # type: ignore[call-overload]
+        binary = bytes(int(size) + 1)  # type: ignore[call-overload]
         call("nvrtcGetCUBIN", program, binary)
-        return binary, log
+        return binary[:-1], log
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 

@@ -103,11 +103,14 @@ class CudaSession:
         for arena in self._sets:
             self._upload(arena, base, [*weights, *self._states()])
         bound = [Variant(v, reference.reference(self._shape, v)) for v in variants]
-        self._verifier = Verifier(
-            bound, self._load_variant, self._outputs, lambda got, want: list(reference.compare(self._shape, got, want))
-        )
+        self._verifier = Verifier(bound, self._load_variant, self._outputs, self._compare)
         self._base = bound[0]
         self._load_variant(self._base)
+
+    def _compare(self, got: Any, want: Any, key: str) -> list[Any]:
+        core = "wgmma" if "wgmma" in key else "mma_sync"
+        names = [name for name in got if name in want]
+        return list(self._workload.reference().compare(self._shape, got, want, names=names, core=core))
 
     def _states(self) -> list[str]:
         return [t.name for t in self.graph.tensors.values() if t.role is Role.STATE]

@@ -36,7 +36,7 @@ class Verifier:
         variants: inputs with reference outputs.
         load: makes a variant's inputs and caches current on the device, and poisons everything that ops write.
         outputs: views of what ops write, by tensor name.
-        compare: the workload's comparison; returns mismatches, printable.
+        compare: the workload's comparison of (got, want, numerics key); returns mismatches, printable.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Verifier:
         variants: list[Variant],
         load: Callable[[Variant], None],
         outputs: Callable[[], Tensors],
-        compare: Callable[[Tensors, Tensors], list[Any]],
+        compare: Callable[[Tensors, Tensors, str], list[Any]],
     ) -> None:
         self._variants = variants
         self._load = load
@@ -65,7 +65,8 @@ class Verifier:
                 if message:
                     return Verdict(False, "bits", f"{message} (inputs {i}), at numerics key {numerics_key}")
                 continue
-            mismatches = self._compare({n: t for n, t in got.items() if n in variant.want}, variant.want)
+            mine = {name: tensor for name, tensor in got.items() if name in variant.want}
+            mismatches = self._compare(mine, variant.want, numerics_key)
             if mismatches:
                 return Verdict(False, "reference", f"{mismatches[0]} (inputs {i})")
             kept.append({name: tensor.clone() for name, tensor in got.items()})

@@ -14,7 +14,7 @@ import zlib
 import torch
 
 from workloads.attention_pre.graph import num_pages
-from workloads.attention_pre.numerics import quantise, quantise_weight
+from workloads.attention_pre.numerics import quantise, quantise_weight, scale_blocks
 from workloads.attention_pre.shapes import (
     INDEX_TOKEN_BYTES,
     MLA_TOKEN_BYTES,
@@ -95,9 +95,8 @@ def _weights(shape: AttentionPreShape, seed: int, device: str) -> dict[str, torc
         "w_d1": (d.index_heads * d.index_dim, d.q_lora),
     }
     for name, (rows, k) in quantised.items():
-        weight = _normal((rows, k), seed, name, device).mul_(k**-0.5)
-        gain = _gain((-(-rows // SCALE_BLOCK), k // SCALE_BLOCK), seed, name, device)
-        weight.view(rows, -1, SCALE_BLOCK).mul_(gain.repeat_interleave(SCALE_BLOCK, 0)[:rows].unsqueeze(-1))
+        gain = _gain((-(-rows // SCALE_BLOCK), k // SCALE_BLOCK), seed, name, device) * k**-0.5
+        weight = scale_blocks(_normal((rows, k), seed, name, device), gain)
         result[name], result[f"{name}_sf"] = quantise_weight(weight)
     result["w_c0"] = _normal((d.index_heads, h), seed, "w_c0", device).mul_(h**-0.5).bfloat16()
     w_d2 = _normal((shape.heads, d.nope, d.kv_lora), seed, "w_d2", device)
@@ -174,12 +173,13 @@ def _activations(shape: AttentionPreShape, seed: int, device: str) -> tuple[torc
 
 
 def _block_table(shape: AttentionPreShape, seed: int) -> torch.Tensor:
-    """[requests, pages_per_request] int64: shuffled, never in order, no request alone in its range of pages."""
+    """[requests, pages_per_request] int64: shuffled, never in order, pages of different requests interleaved."""
     generator = _generator(seed, "block_table", "cpu")
     pages, needed = num_pages(shape), shape.requests * shape.pages_per_request
     while True:
         table = torch.randperm(pages, generator=generator)[:needed].view(shape.requests, shape.pages_per_request)
-        low, high = table.amin(1), table.amax(1)
+        order = table.amin(1).argsort()
+        low, high = table.amin(1)[order], table.amax(1)[order]
         apart = shape.requests > 1 and shape.pages_per_request > 1 and bool((high[:-1] < low[1:]).all())
         if not apart and not torch.equal(table.flatten(), torch.arange(needed)):
             return table

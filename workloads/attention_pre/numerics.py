@@ -79,18 +79,19 @@ def quantise_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     padded = row_amax.new_zeros(row_blocks * SCALE_BLOCK, k // SCALE_BLOCK)
     padded[:rows] = row_amax
     scale = pow2_scale(padded.view(row_blocks, SCALE_BLOCK, -1).amax(1))
-    return to_e4m3(weight / _spread(scale, rows, k)), scale
+    return to_e4m3(scale_blocks(weight.clone(), scale.reciprocal())), scale
 
 
 def dequantise_weight(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[N, K] in `dtype` from e4m3 [N, K] and scales [ceil(N / 128), K / 128]; exact, since scales are powers of two."""
-    return weight.to(dtype).mul_(_spread(scale.to(dtype), *weight.shape))
+    return scale_blocks(weight.to(dtype), scale)
 
 
-def _spread(scale: torch.Tensor, rows: int, k: int) -> torch.Tensor:
-    """Block scales repeated to one per weight, [N, K]."""
-    by_row = scale.repeat_interleave(SCALE_BLOCK, 0)[:rows]
-    return by_row.unsqueeze(-1).expand(-1, -1, SCALE_BLOCK).reshape(rows, k)
+def scale_blocks(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Multiplies [N, K] in place by one factor per 128 x 128 block, [ceil(N / 128), K / 128], and returns it."""
+    by_row = scale.to(weight.dtype).repeat_interleave(SCALE_BLOCK, 0)[: len(weight)]
+    weight.view(len(weight), -1, SCALE_BLOCK).mul_(by_row.unsqueeze(-1))
+    return weight
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -93,6 +93,9 @@ class _GemmFp8(OpKind):
         reason = super().illegal(op, graph, tiling)
         if reason is None and tiling.rows == 64 and tiling.stages % 2:
             reason = f"{op.name}: stages={tiling.stages} is odd, but 64-row tiles have two math groups on one ring"
+        if reason is None and tiling.ctas_per_sm > self._most_ctas(tiling):
+            reason = f"{op.name}: the accumulators of {tiling.block_m} tokens leave registers for "
+            reason += f"{self._most_ctas(tiling)} CTAs a multiprocessor, not {tiling.ctas_per_sm}"
         if reason is None and tiling.split_k > self._k_blocks(op):
             reason = f"{op.name}: split_k={tiling.split_k} exceeds {self._k_blocks(op)} k-blocks"
         if reason is None and -(-self._k_blocks(op) // tiling.split_k) > 64:
@@ -144,6 +147,13 @@ class _GemmFp8(OpKind):
         return f"{tiling.core}/split{tiling.split_k}/groups{128 // tiling.rows}"
 
     @staticmethod
+    def _most_ctas(tiling: Tiling) -> int:
+        """CTAs of 320 threads that the kernel fits without spills; seen on sm_90a and sm_103a with NVRTC 13.0."""
+        if tiling.core == "wgmma":
+            return 3 if tiling.block_m <= 32 else 2
+        return 3 if tiling.block_m <= 16 else 2 if tiling.block_m <= 32 else 1
+
+    @staticmethod
     def _k_blocks(op: Op) -> int:
         return int(op.params["k"]) // K_BLOCK
 
@@ -188,6 +198,8 @@ class GemmFp8Query(_GemmFp8):
     def illegal(self, op: Op, graph: OpGraph, tiling: Tiling) -> str | None:
         reason = super().illegal(op, graph, tiling)
         head = int(op.params["head_rows"])
+        if reason is None and tiling.core == "mma_sync" and tiling.block_m == 32 and tiling.ctas_per_sm > 1:
+            reason = f"{op.name}: the epilogue of 32 tokens leaves registers for 1 CTA a multiprocessor"
         if reason is None and head % tiling.rows:
             reason = f"{op.name}: a tile of {tiling.rows} rows does not divide a head of {head} rows"
         if reason is None and tiling.block_m * (tiling.rows + 8) * 2 > PAGE_BYTES:

@@ -117,6 +117,7 @@ struct GemmFp8 {
       float acc[kAccumulators], scale[kTokens / 4];
       read_scales(shell.scratch() + stage * kScaleBytes, lane, scale);
       Core::template k_block<kTokens>(acc, w_tile(shell, stage), warp * 16, x_tile(shell, stage), lane);
+      __syncwarp();  // all lanes have read their scales and operands
       if (lane == 0) ptx::barrier_arrive(empty(shell, stage));
       promote(sum, acc, scale, weight_scales.at(i));
     }
@@ -152,7 +153,8 @@ struct GemmFp8 {
     for (int j = 0; j < kTokens / 8; ++j)
       asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
                    : "=f"(scale[2 * j]), "=f"(scale[2 * j + 1])
-                   : "r"(address + (j * 8 + (lane & 3) * 2) * 4));
+                   : "r"(address + (j * 8 + (lane & 3) * 2) * 4)
+                   : "memory");
   }
 
   static SPANTUNE_DEVICE void promote(float (&sum)[kAccumulators], const float (&acc)[kAccumulators],
