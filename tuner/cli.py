@@ -6,6 +6,7 @@ Exit codes: 0 done; 1 it failed; 2 bad input; 3 nothing beats the default config
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from backends.base import SessionSpec
-from results import best, paths
+from results import best, compare, paths
 from results.best import BestKeptWarning
 from results.record import Outcome
 from search_spaces.cmp import Choice, CmpSpace
@@ -87,10 +88,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_workload(published)
     _add_results(published)
     published.set_defaults(run=_best)
-    compare = commands.add_parser("compare", help="what each way of running a workload and shape is worth")
-    _add_workload(compare)
-    _add_results(compare)
-    compare.set_defaults(run=_compare)
+    table = commands.add_parser("compare", help="what each way of running is worth, for one shape or for all published")
+    _add_workload(table)
+    _add_results(table)
+    table.add_argument("--json", action="store_true", help="print every number as JSON")
+    table.set_defaults(run=_compare)
     return parser
 
 
@@ -188,7 +190,12 @@ def _show(arguments: argparse.Namespace) -> int:
     return OK
 
 
-def _best(arguments: argparse.Namespace) -> int:
+def _published(arguments: argparse.Namespace, every_shape: bool) -> list[tuple[Path, paths.Place, best.BestEntry]]:
+    """Best entries of a workload on a device, along the search path.
+
+    Raises:
+        OptionError: there are none.
+    """
     spec = _spec(arguments)
     graph = graph_of(spec)
     places = paths.search_path(arguments.results)
@@ -196,18 +203,21 @@ def _best(arguments: argparse.Namespace) -> int:
         (path, place, entry)
         for path, place in paths.best_files(places, device_label(spec), spec.workload)
         for entry in best.load(path)
-        if entry.shape_key == shape_key(spec) and entry.graph_digest == graph.digest()
+        if every_shape or (entry.shape_key == shape_key(spec) and entry.graph_digest == graph.digest())
     ]
     if not found:
-        raise OptionError(
-            f"no best config of {spec.workload} {shape_key(spec)} on {device_label(spec)} in "
-            f"{', '.join(map(str, places))}: run spantune tune first"
-        )
-    for path, place, entry in found:
+        what = spec.workload if every_shape else f"{spec.workload} {shape_key(spec)}"
+        where = ", ".join(map(str, places))
+        raise OptionError(f"no best config of {what} on {device_label(spec)} in {where}: run spantune tune first")
+    return found
+
+
+def _best(arguments: argparse.Namespace) -> int:
+    for path, place, entry in _published(arguments, every_shape=False):
         unit = "us, predicted" if entry.simulated else "us"
         low, high = entry.interval_us
-        print(f"{entry.backend}, L2 {entry.l2}: {entry.span_us:.3f} {unit} ({low:.3f} to {high:.3f})")
         serial_us = "unknown" if entry.serial_us is None else f"{entry.serial_us:.3f}"
+        print(f"{entry.backend}, L2 {entry.l2}: {entry.span_us:.3f} {unit} ({low:.3f} to {high:.3f})")
         print(f"  default {entry.default_us:.3f}, serial {serial_us}, floor {entry.floor_us:.3f}")
         print(f"  numerics {entry.numerics_key}")
         print(f"  study {entry.study}")
@@ -218,11 +228,9 @@ def _best(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from results import compare
-
-    spec = _spec(arguments)
-    graph_of(spec)
-    print(compare.render(arguments.results, device_label(spec), spec.workload, shape_key(spec)))
+    every_shape = arguments.ops is None and all(getattr(arguments, name) is None for name in SHAPE_OPTIONS)
+    table = compare.compare(entry for _, _, entry in _published(arguments, every_shape))
+    print(json.dumps(table.to_json(), indent=1) if arguments.json else compare.render(table))
     return OK
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from functools import partial
@@ -135,6 +136,10 @@ def test_best_prints_what_tune_published(
     assert cli.main(["best", *workload]) == 0
     out = capsys.readouterr().out
     assert "cmp, L2 cold: " in out and "predicted" in out and "programmatic: " in out and "(option)" in out
+    assert cli.main(["compare", "pdl_chain", *workload[5:]]) == 0
+    assert "pdl_chain l4n1024 on sim-fake" in capsys.readouterr().out
+    assert cli.main(["compare", *workload, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["groups"][0]["simulated"]
     assert cli.main(["best", *workload, "--layers", "5"]) == 2
     assert "run spantune tune first" in capsys.readouterr().err
     # A worse study leaves the better entry where it is, and says so.
