@@ -157,6 +157,8 @@ def entry_from_json(document: object) -> BestEntry:
     if entry.simulated != entry.device.startswith(SIMULATED_PREFIX):
         kind, folder = ("simulated", "real") if entry.simulated else ("measured", "simulated")
         raise FieldError(f"device {entry.device} is a {folder} one, but the numbers are {kind}")
+    if entry.config.get("backend") != entry.backend:
+        raise FieldError(f"backend is {entry.backend}, but the config's is {entry.config.get('backend')!r}")
     return entry
 
 

@@ -6,6 +6,7 @@ SpantuneError
    +- ResultsPathError   a results folder that was named does not exist or cannot be written
    +- NoConfigError      no stored config matches and no default can be made
    +- TensorError        a tensor given to a layer is missing, unknown, or of another shape, dtype, device or layout
+   +- LayerClosedError   a layer was run after it had been closed
 """
 
 from __future__ import annotations
@@ -27,3 +28,7 @@ class NoConfigError(InputError):
 
 class TensorError(InputError):
     """A tensor that a layer cannot run on; names the tensor and what it must be."""
+
+
+class LayerClosedError(InputError):
+    """A layer that has given its graph and memory back is asked to run."""
