@@ -4,7 +4,8 @@ how      reason.code      what is loaded
 exact    same             stored for this graph, GPU and device sources
 exact    other_driver     the same, but measured under another driver
 nearest  stale_sources    stored for this graph and GPU, but the device sources have changed since
-nearest  other_shape      stored for another shape of the same model on this GPU, tilings legal for this shape
+nearest  other_shape      stored for another shape of the same model on this GPU; `block_m` follows the token rows (it
+                          names no output bits), the rest stays and is legal for this shape
 default  no_entry         nothing is stored for this workload and device
 default  other_gpu        entries are of a GPU with this name but other limits
 default  no_legal_entry   entries are of other models or graphs, or their tilings are illegal for this shape
@@ -18,7 +19,7 @@ import math
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -26,12 +27,14 @@ from results.best import COLD, BestEntry, GpuIdentity, load
 from results.errors import NoConfigError
 from results.paths import Place, best_files, search_path
 from search_spaces.cmp import CmpSpace, default
-from search_spaces.config import CmpConfig, Config, from_json, numerics_key
+from search_spaces.config import CmpConfig, Config, from_json, numerics_key, tiling_of
 from search_spaces.errors import ConfigError, IllegalConfig
 from search_spaces.gpu import GpuRecord
 from workloads import registry
 from workloads.errors import WorkloadError
 from workloads.graph import OpGraph
+from workloads.ops import KINDS
+from workloads.ops.base import Tiling
 
 SAME_PARAMS = ("tp",)  # besides texts, what must be equal for one shape to speak for another
 
@@ -211,7 +214,7 @@ def _nearest(query: _Query, stored: list[_Stored]) -> Match | None:
         if far is not None:
             ranked.append(((*far, _stale(query, item.entry), item.entry.span_us), item))
     for _, item in sorted(ranked, key=lambda pair: pair[0]):
-        config = _legal(query, item.entry)
+        config = _legal(query, item.entry, refit=True)
         if config is not None:
             stale = ", measured on other device sources," if _stale(query, item.entry) else ""
             text = f"nothing is stored for this shape, {item.entry.shape_key} of {item.path}{stale} is nearest"
@@ -279,14 +282,16 @@ def _distance(query: _Query, entry: BestEntry) -> tuple[float, float, float] | N
     return rows, sizes.pop("kv", 0.0), sum(sizes.values())
 
 
-def _legal(query: _Query, entry: BestEntry) -> Config | None:
-    """The entry's config if this graph and GPU can run it."""
+def _legal(query: _Query, entry: BestEntry, *, refit: bool = False) -> Config | None:
+    """The entry's config if this graph and GPU can run it; `refit` lets `block_m` follow the graph's token rows."""
     from backends.plan.launches import lower
     from backends.plan.queues import lower_queues
 
     gpu, graph = query.target.gpu, query.graph
     try:
         config = from_json(entry.config)
+        if refit:
+            config = _refitted(query.graph, config)
         if isinstance(config, CmpConfig):
             lower(graph, config, entry.gpu.arch)
             if gpu is not None:
@@ -296,3 +301,25 @@ def _legal(query: _Query, entry: BestEntry) -> Config | None:
     except (ConfigError, IllegalConfig, KeyError):  # a key: a program point or core that this version does not know
         return None
     return config
+
+
+def _refitted(graph: OpGraph, config: Config) -> Config:
+    """The config with `block_m` of each op set to the nearest legal choice, where its own is illegal on a graph."""
+    tilings = {name: _refitted_tiling(graph, name, tiling_of(config, name)) for name in config.ops if name in graph.ops}
+    if isinstance(config, CmpConfig):
+        schedules = {name: replace(config.ops[name], tiling=tiling) for name, tiling in tilings.items()}
+        return replace(config, ops={**config.ops, **schedules})
+    return replace(config, ops={**config.ops, **tilings})
+
+
+def _refitted_tiling(graph: OpGraph, name: str, tiling: Tiling) -> Tiling:
+    op = graph.ops[name]
+    kind = KINDS[op.kind]
+    if not isinstance(tiling.block_m, int) or tiling.block_m < 1:
+        return tiling
+    choices = [int(choice) for choice in kind.tunables(op, graph).get("block_m", ())]
+    choices.sort(key=lambda choice: abs(math.log(choice / tiling.block_m)))
+    for candidate in (tiling, *(replace(tiling, block_m=choice) for choice in choices)):
+        if kind.illegal(op, graph, candidate) is None:
+            return candidate
+    return tiling
