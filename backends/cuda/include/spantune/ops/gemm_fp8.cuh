@@ -117,7 +117,10 @@ struct GemmFp8 {
       float acc[kAccumulators], scale[kTokens / 4];
       read_scales(shell.scratch() + stage * kScaleBytes, lane, scale);
       Core::template k_block<kTokens>(acc, w_tile(shell, stage), warp * 16, x_tile(shell, stage), lane);
-      __syncwarp();  // all lanes have read their scales and operands
+      // This stage's reads go through the generic proxy, the copies that refill it through the async one: without the
+      // fence a read of the scales that was still in flight at the arrival was seen to return the next k-block's.
+      ptx::fence_proxy_async();
+      __syncwarp();
       if (lane == 0) ptx::barrier_arrive(empty(shell, stage));
       promote(sum, acc, scale, weight_scales.at(i));
     }
