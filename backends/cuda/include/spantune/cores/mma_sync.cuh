@@ -9,7 +9,7 @@ namespace spantune {
 // Accumulator layout of both cores, per thread and per 8 tokens: {row g, token 2q}, {row g, token 2q + 1},
 // {row g + 8, token 2q}, {row g + 8, token 2q + 1} with g = lane / 4, q = lane % 4, rows counted from the warp's 16.
 struct MmaSyncCore {
-  static constexpr bool kReleasedByWarp = true;  // a warp has read its operands when the call returns
+  static constexpr bool kGenericReads = true;  // operands are read by ldmatrix, through the generic proxy
 
   // acc = W[16 rows, 128] . X[kTokens, 128]^T. `rows` is the swizzled tile that holds the warp's rows from `first_row`.
   template <int kTokens>

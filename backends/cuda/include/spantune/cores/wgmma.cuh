@@ -7,7 +7,7 @@ namespace spantune {
 
 // Same accumulator layout as MmaSyncCore: a warpgroup owns 64 rows, warp w of it rows 16 w to 16 w + 15.
 struct WgmmaCore {
-  static constexpr bool kReleasedByWarp = true;
+  static constexpr bool kGenericReads = false;  // wgmma reads its operands through the async proxy
 
   // acc = W[64 rows, 128] . X[kTokens, 128]^T for the caller's warpgroup; `first_row` is the warp's first row in the
   // tile, so the warpgroup's rows start at first_row rounded down to 64.

@@ -30,10 +30,13 @@ struct GemmFp8 {
   static constexpr int kPages = kWPages + (kStages + kXPerPage - 1) / kXPerPage;
   static constexpr int kBarriers = 2 * kStages;
   static constexpr int kAccumulators = kTokens / 2;
+  // NOTE: twice the stages. A warp's read of the scales may still be in flight when it releases the stage, and was seen
+  // to return what the refill had written; a slot that is refilled a whole ring later cannot be overtaken.
+  static constexpr int kScaleSlots = 2 * kStages;
   // A group that skipped a phase of a stage would pass its parity wait early.
   static_assert(kStages % kGroups == 0, "stages must be a multiple of the math groups that share the ring");
   static_assert(kRows == 64 || kRows == 128, "weight-tile rows");
-  static_assert(kStages * kScaleBytes <= kScratchBytes && kBarriers <= kMaxBarriers, "ring too deep");
+  static_assert(kScaleSlots * kScaleBytes <= kScratchBytes && kBarriers <= kMaxBarriers, "ring too deep");
   static_assert(Epilogue::template staging_bytes<kRows, kTokens>() <= kPageBytes, "staging must fit one page");
 
   static SPANTUNE_DEVICE int arrivals(int barrier) { return barrier < kStages ? 2 : kWarpsPerGroup; }
@@ -90,7 +93,7 @@ struct GemmFp8 {
         if (i >= kStages) ptx::barrier_wait(empty(shell, stage), ((i / kStages) & 1) ^ 1);
         ptx::barrier_arrive_expect(full(shell, stage), kXBytes + kScaleBytes);
         ptx::copy_tile_2d(x_tile(shell, stage), map, k * 128, tile.m * kTokens, full(shell, stage), ptx::kEvictLast);
-        ptx::copy_bulk(shell.scratch() + stage * kScaleBytes, scales + static_cast<int64_t>(k) * stride, kScaleBytes,
+        ptx::copy_bulk(shell.scratch() + i % kScaleSlots * kScaleBytes, scales + static_cast<int64_t>(k) * stride, kScaleBytes,
                        full(shell, stage));
       }
       shell.announce(Point::kInputsRead);
@@ -115,11 +118,9 @@ struct GemmFp8 {
       const int stage = i % kStages;
       ptx::barrier_wait(full(shell, stage), (i / kStages) & 1);
       float acc[kAccumulators], scale[kTokens / 4];
-      read_scales(shell.scratch() + stage * kScaleBytes, lane, scale);
+      read_scales(shell.scratch() + i % kScaleSlots * kScaleBytes, lane, scale);
       Core::template k_block<kTokens>(acc, w_tile(shell, stage), warp * 16, x_tile(shell, stage), lane);
-      // This stage's reads go through the generic proxy, the copies that refill it through the async one: without the
-      // fence a read of the scales that was still in flight at the arrival was seen to return the next k-block's.
-      ptx::fence_proxy_async();
+      if constexpr (Core::kGenericReads) ptx::fence_proxy_async();  // those reads come before the copies that refill
       __syncwarp();
       if (lane == 0) ptx::barrier_arrive(empty(shell, stage));
       promote(sum, acc, scale, weight_scales.at(i));
