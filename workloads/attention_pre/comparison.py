@@ -12,7 +12,8 @@ import torch
 from workloads.attention_pre import tolerances as limits
 from workloads.attention_pre.numerics import E4M3, Quantised
 from workloads.attention_pre.shapes import INDEX_TOKEN_BYTES, MLA_TOKEN_BYTES, PAGE_TOKENS, AttentionPreShape
-from workloads.attention_pre.tolerances import Band, Mismatch
+from workloads.attention_pre.tolerances import Band
+from workloads.mismatch import Mismatch
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -127,11 +127,7 @@ def _cos_sin(shape: AttentionPreShape) -> torch.Tensor:
 def _step(
     shape: AttentionPreShape, seed: int, device: str, contexts: torch.Tensor, skip_slot: bool
 ) -> dict[str, torch.Tensor]:
-    """Everything that changes from step to step.
-
-    Args:
-        contexts: [requests] positions of each request after this step.
-    """
+    """Everything that changes from step to step; `contexts` [requests] counts each request's positions after it."""
     table = _block_table(shape, seed)
     positions = (contexts[:, None] - shape.tokens + torch.arange(shape.tokens)).flatten()
     rows = torch.arange(shape.requests).repeat_interleave(shape.tokens)

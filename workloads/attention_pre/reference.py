@@ -1,12 +1,13 @@
 """The attention-pre layer in torch, op by op, with exactly the rounding points of docs/attention_pre.md.
 
 Each op is a pure function of tensors; `reference` chains them from the inputs of one step to everything that a run
-writes. `Flags` choose the numerics: float32 or float64 between rounding points, the order of split-K sums, the indexer's
-variant, and no rounding at all (to compare with a model in plain floats).
+writes. `Flags` choose the numerics: float32 or float64 between rounding points, the order of split-K sums, the variant
+of the indexer, and no rounding at all (to compare with a model in plain floats).
 
-Rounding points: residual, normed hidden, both normed latents, q_nope, the indexer query before and after its rotation,
-the indexer key before and after its LayerNorm and after its rotation, and `projected` before its norms are bf16. The main
-query's rotary part is rotated before its only rounding, since the projection does so in its epilogue.
+Rounding points to bf16: the residual, the normed hidden, `projected` before its norms and both latents after them, the
+rotated key, q_nope, the absorbed query, the indexer query before and after its rotation, the indexer key before and
+after its LayerNorm and after its rotation. The rotary part of the main query is rotated before its only rounding, since
+the projection does so in its epilogue.
 """
 
 from __future__ import annotations
@@ -222,7 +223,7 @@ def _mn_major(scale: torch.Tensor, stride: int) -> torch.Tensor:
 def reference(shape: AttentionPreShape, tensors: Tensors, *, flags: Flags = Flags()) -> dict[str, torch.Tensor]:  # noqa: B008
     """Everything that a run of the layer writes, on the inputs' device, by the op graph's names.
 
-    Adds `gate_raw` (the head gate before scaling) and, for `compare`, `slot_mapping` and `context_lens` as they came in.
+    Adds `gate_raw` (the head gate before scaling) and, for `compare`, the inputs `slot_mapping` and `context_lens`.
     """
     d, dtype = shape.dims, flags.dtype
     neox = d.index_neox if flags.neox is None else flags.neox
