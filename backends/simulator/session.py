@@ -1,0 +1,96 @@
+"""A session on a modelled GPU: same plans, same protocol, predicted spans."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from backends.base import DeviceInfo, Executable, SessionSpec, Verdict
+from backends.errors import UnsafePlan
+from backends.measure.protocol import Protocol
+from backends.plan import launches
+from backends.plan.verify import verify as verify_plan
+from backends.simulator.calibration import load
+from backends.simulator.model import Timeline, predict
+from search_spaces.cmp import CmpSpace
+from search_spaces.config import Config, MegakernelConfig, numerics_key
+from search_spaces.errors import IllegalConfig
+from workloads import registry
+from workloads.ops import compulsory_bytes
+
+MODEL_VERSION = 1
+TIMER_US = 0.032  # step of the timer that real readings come from
+NOISE = 0.005  # relative spread of the made-up reading noise
+
+
+@dataclass
+class SimulatedExecutable:
+    """A proved plan with its predicted timeline."""
+
+    plan: launches.LaunchPlan
+    plan_key: str
+    numerics_key: str
+    timeline: Timeline
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+class SimulatedSession:
+    """See `backends.base.Session`. Verdicts are about plans; readings are predictions with made-up noise."""
+
+    def __init__(self, spec: SessionSpec) -> None:
+        self.calibration = load(spec.device.removeprefix("sim:"))
+        workload = registry.get(spec.workload)
+        graph = workload.graph(workload.shape(spec.params))
+        self.graph = graph.subgraph(spec.ops) if spec.ops else graph
+        self.space = CmpSpace(self.graph, self.calibration.gpu)
+        self.info = DeviceInfo(self.calibration.gpu, True, f"sim-{self.calibration.name}", {})
+        self.protocol: dict[str, Any] = {
+            **Protocol(l2=spec.l2).describe(),
+            "timer": "predicted",
+            "model": MODEL_VERSION,
+            "calibration": self.calibration.name,
+            "source_hash": f"model{MODEL_VERSION}",
+        }
+        self._round = 0
+
+    def prepare(self, config: Config) -> SimulatedExecutable:
+        """See `Session.prepare`."""
+        if isinstance(config, MegakernelConfig):
+            raise IllegalConfig("backend megakernel has no model on a simulated device: use cmp")
+        self.space.check(config)
+        plan = launches.lower(self.graph, config, self.calibration.gpu.arch)
+        verdict = verify_plan(self.graph, plan)
+        if not verdict.passed:
+            raise UnsafePlan(verdict.message)
+        key = numerics_key(self.graph, config, self.calibration.gpu.arch)
+        return SimulatedExecutable(plan, plan.key(), key, predict(self.graph, plan, self.calibration))
+
+    def verify(self, executable: Executable) -> Verdict:
+        """The plan's proof: nothing runs, so no output can be checked."""
+        return verify_plan(self.graph, _own(executable).plan)
+
+    def measure(self, executables: Sequence[Executable], rounds: int) -> list[list[float]]:
+        """Predicted spans, one list per executable, with noise that repeats for a plan and a round."""
+        self._round += 1
+        return [[self._reading(_own(e), number) for number in range(rounds)] for e in executables]
+
+    def _reading(self, executable: SimulatedExecutable, number: int) -> float:
+        noise = random.Random(f"{executable.plan_key}/{self._round}/{number}").gauss(0.0, NOISE)
+        return round(executable.timeline.span_us * (1.0 + noise) / TIMER_US) * TIMER_US
+
+    def floor_us(self) -> float:
+        """Time to stream the compulsory bytes at the modelled rate."""
+        return self.calibration.start_us + compulsory_bytes(self.graph) / self.calibration.hbm_rate
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+def _own(executable: Executable) -> SimulatedExecutable:
+    if not isinstance(executable, SimulatedExecutable):
+        raise TypeError(f"an executable of another session: {type(executable).__name__}")
+    return executable
