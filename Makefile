@@ -46,9 +46,10 @@ format: $(READY)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-# A study that fits five minutes on two cores. The commands name the files that they save.
+# A study that fits five minutes on two cores. The commands name the files that they save. Exit code 3 of a study says
+# that nothing beats the default: an answer, not a failure.
 study: $(READY)
-	$(BIN)/python -m spantune tune $(WORKLOAD) --device $(DEVICE) --trials $(TRIALS)
+	$(BIN)/python -m spantune tune $(WORKLOAD) --device $(DEVICE) --trials $(TRIALS) || [ $$? -eq 3 ]
 	$(BIN)/python -m spantune compare $(WORKLOAD) --device $(DEVICE)
 
 bench: $(READY)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import product
+from typing import Any
 
 from search_spaces.cmp import CmpSpace, default_tiling
 from search_spaces.config import CmpConfig, splits_of
@@ -185,7 +186,8 @@ def space_binaries(space: CmpSpace) -> tuple[CompileKey, ...]:
         choices = {f: v for f, v in KINDS[op.kind].tunables(op, space.graph).items() if f != "split_k"}
         base = default_tiling(space.graph, name, space.gpu)
         for values in product(*choices.values()):
-            tiling = replace(base, **dict(zip(choices, values, strict=True)))
+            fields: dict[str, Any] = dict(zip(choices, values, strict=True))
+            tiling = replace(base, **fields)
             if space.refusal(name, tiling) is None:
                 found[compile_key(op, tiling, "grid", space.gpu.arch)] = None
     return tuple(found)

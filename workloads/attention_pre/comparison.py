@@ -100,6 +100,8 @@ class _Judge:
         ranked = torch.where(bad, error.double().nan_to_num(nan=torch.inf), -1.0)
         index = tuple(int(i) for i in torch.unravel_index(ranked.argmax(), bad.shape))
         got, want = (float(v[index].double()) for v in values)
+        if name in ("h_sf", "q_sf"):  # judged as [M, k-blocks], stored as [k-blocks, M]
+            index = index[::-1]
         self.found.append(Mismatch(name, rule, int(bad.sum()), index, got, want))
 
     def _finite(self, name: str, got: torch.Tensor, want: torch.Tensor) -> bool:
@@ -175,7 +177,7 @@ class _Judge:
         rows = self.shape.m
         scales = [side.get(scale_name, self.want[scale_name])[:, :rows].T for side in (self.got, self.want)]
         if scale_name in self.got:
-            self._pow2_scales(scale_name, *scales, settled)
+            self._pow2_scales(scale_name, scales[0], scales[1], settled)
         if name not in self.got:
             return torch.zeros_like(settled)
         sides = zip((self.got[name], self.want[name]), scales, strict=True)
@@ -214,7 +216,7 @@ class _Judge:
         values = [r[:, :512].contiguous().view(E4M3) for r in rows]
         scales = [r[:, 512:528].contiguous().view(torch.float32) for r in rows]
         keys = [r[:, 528:].contiguous().view(torch.bfloat16).double() for r in rows]
-        self._close_values("mla_cache", *keys, settled)
+        self._close_values("mla_cache", keys[0], keys[1], settled)
         if not self._finite("mla_cache", *scales):
             return
         error = (scales[0] - scales[1]).abs() / scales[1]
@@ -237,7 +239,7 @@ class _Judge:
         settled = h[tokens]
         rows = [cache[self.want["slot_mapping"][tokens]] for cache in caches]
         scales = [r[:, dim:].contiguous().view(torch.float32) for r in rows]
-        self._pow2_scales("indexer_cache", *scales, settled)
+        self._pow2_scales("indexer_cache", scales[0], scales[1], settled)
         values = [r[:, :dim].contiguous().view(E4M3) for r in rows]
         got, want = (Quantised(v, s).dequantise(torch.float64) for v, s in zip(values, scales, strict=True))
         self._dequantised("indexer_cache", got, want, settled)
