@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from functools import lru_cache
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -40,3 +42,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         needed = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
         if needed and num_gpus() < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU(s), found {num_gpus()}"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Warns of records that were measured on other device sources than those in the tree."""
+    from backends.cuda.jit import source_hash
+
+    folder = Path(__file__).parent.parent / "benchmarks" / "records"
+    for path in sorted(folder.rglob("*.json")):
+        provenance = json.loads(path.read_text()).get("provenance", {})
+        measured = provenance.get("source_hash", "")
+        if measured and not provenance.get("simulated") and measured != source_hash():
+            name = path.relative_to(folder)
+            terminalreporter.write_line(
+                f"WARNING: {name} was measured on device sources {measured}; the tree has {source_hash()}", yellow=True
+            )

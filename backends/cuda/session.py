@@ -15,8 +15,9 @@ from backends.base import DeviceInfo, Executable, SessionSpec, Verdict
 from backends.cmp.build import Bracket, MapCache, bracketed_kernel, build_graph
 from backends.cuda import binding, driver, jit, memory
 from backends.cuda.floor import stream_launches
+from backends.cuda.health import Health
 from backends.cuda.kernels import Kernels
-from backends.errors import UnsafePlan
+from backends.errors import MeasurementVoid, UnsafePlan
 from backends.measure.protocol import Protocol
 from backends.measure.stats import hodges_lehmann, trimmed_mean
 from backends.measure.verify import POISON, Variant, Verifier
@@ -70,6 +71,7 @@ class CudaSession:
         self._allocate()
         self._load_data(spec.seed)
         self.info = DeviceInfo(self._gpu.record, False, self._gpu.uuid, _versions(self._gpu.driver_version))
+        self._health = Health(self._gpu.uuid)
         self.bracket_us = self._read_bracket()
         self.protocol: dict[str, Any] = {
             **self._protocol.describe(),
@@ -206,7 +208,11 @@ class CudaSession:
         """See `Session.measure`."""
         readings: list[list[float]] = [[] for _ in executables]
         graphs = [_own(executable).graphs for executable in executables]
-        for owner, microseconds in self._read(graphs, rounds):
+        found = self._read(graphs, rounds)
+        disturbance = self._health.disturbance()
+        if disturbance is not None:
+            raise MeasurementVoid(disturbance)
+        for owner, microseconds in found:
             readings[owner].append(microseconds - self.bracket_us)
         return readings
 
