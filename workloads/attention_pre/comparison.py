@@ -5,17 +5,15 @@ Limits, and the two bands of rows that they have, are in `tolerances`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 
 from workloads.attention_pre import tolerances as limits
-from workloads.attention_pre.numerics import E4M3, Quantised
+from workloads.attention_pre.numerics import E4M3, Quantised, Tensors, paged_score
 from workloads.attention_pre.shapes import INDEX_TOKEN_BYTES, MLA_TOKEN_BYTES, PAGE_TOKENS, AttentionPreShape
 from workloads.attention_pre.tolerances import Band
 from workloads.mismatch import Mismatch
-
-Tensors = Mapping[str, torch.Tensor]
 
 
 def compare(
@@ -282,18 +280,32 @@ class _Judge:
         self._add(
             "logits", "was written past the context's tile", touched, touched.double(), [raw, self.want["logits"]]
         )
-        got, want = (torch.where(scored, side["logits"].double(), 0.0) for side in (self.got, self.want))
+        got = torch.where(scored, raw.double(), 0.0)
+        want = torch.where(scored, self.want["logits"].double(), 0.0)
         if not self._finite("logits", got, want):
             return
-        error = (got - want).abs()
-        energy = want.square().sum(1)
-        rms = (energy / context.squeeze(1)).sqrt()[:, None]
+        self._scores("", got, want, context.squeeze(1), settled)
+        inner = ("indexer_q_fp8", "head_weights", "indexer_cache")
+        if all(name in self.got for name in inner):
+            query, weights, cache = (self.got[name] for name in inner)
+            # What the run itself scored with: strict for every row, so one stale key cannot hide in the wide band.
+            own = torch.where(scored, paged_score(self.shape, query, weights, cache, self.want).double(), 0.0)
+            if own.isfinite().all():
+                everything = torch.ones_like(settled)
+                self._scores(" of the run's own queries and keys", got, own, context.squeeze(1), everything)
+
+    def _scores(
+        self, of: str, got: torch.Tensor, want: torch.Tensor, context: torch.Tensor, settled: torch.Tensor
+    ) -> None:
+        """Checks scores [M, columns], zero past each context, one by one and by row."""
+        error, energy = (got - want).abs(), want.square().sum(1)
+        rms = (energy / context).sqrt()[:, None]
         excess = error - self._band(limits.LOGITS_TOLERANCE, settled, want) * (want.abs() + rms)
-        self._add("logits", "is outside of the tolerance", excess > 0, excess, [got, want])
+        self._add("logits", f"is outside of the tolerance{of}", excess > 0, excess, [got, want])
         total = got.square().sum(1) + energy
         diff = torch.where(total > 0, error.square().sum(1) / total, 0.0)
         bad = diff > self._band(limits.LOGITS_DIFF, settled, diff)
-        self._add("logits", "has rows with a too large calc_diff", bad, diff, [diff, torch.zeros_like(diff)])
+        self._add("logits", f"has rows with a too large calc_diff{of}", bad, diff, [diff, torch.zeros_like(diff)])
 
 
 def _index_rows(cache: torch.Tensor, dim: int) -> torch.Tensor:

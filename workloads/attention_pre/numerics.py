@@ -1,4 +1,4 @@
-"""Rounding, quantisation and rotation of the attention-pre layer in torch: each formula of docs/attention_pre.md once.
+"""Rounding, quantisation, rotation and scoring in torch: each formula of docs/attention_pre.md once.
 
 Scales are always computed in float32 and powers of two are read from the exponent bits, as the kernels do; everything
 else runs in the dtype of its input (float32, or float64 for the wider reference). No global torch switch is touched:
@@ -7,16 +7,21 @@ torch multiplies float32 matrices in full precision unless someone asked for TF3
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
-from workloads.attention_pre.shapes import SCALE_BLOCK
+from workloads.attention_pre.shapes import PAGE_TOKENS, SCALE_BLOCK, AttentionPreShape
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 AMAX_FLOOR = 1e-4  # smallest amax that a power-of-two scale is made for
 FLT_MIN = 2.0**-126  # smallest scale of the latent cache
+LOGITS_POISON = float("nan")  # value of logits that no run may write
+SCORE_CHUNK = 1 << 14  # cached positions scored at a time
+
+Tensors = Mapping[str, torch.Tensor]
 
 
 class Quantised(NamedTuple):
@@ -129,3 +134,38 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
         x = torch.stack((low + high, low - high), -2).flatten(-3)
         half *= 2
     return x * size**-0.5
+
+
+def score(query: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, key_scale: torch.Tensor) -> torch.Tensor:
+    """E1 for the tokens of one request: key_scale[s] * sum_h weights[t, h] * relu(query[t, h] . keys[s]).
+
+    Args:
+        query: [T, heads, 128], scales left out.
+        weights: [T, heads], query scales included.
+        keys: [S, 128], scales left out.
+        key_scale: [S].
+
+    Returns:
+        [T, S] in the dtype of `weights`.
+    """
+    dots = torch.einsum("thd,sd->ths", query.to(weights.dtype), keys.to(weights.dtype)).relu()
+    return torch.einsum("ths,th->ts", dots, weights) * key_scale.to(weights.dtype)
+
+
+def paged_score(
+    shape: AttentionPreShape, query: torch.Tensor, weights: torch.Tensor, cache: torch.Tensor, tensors: Tensors
+) -> torch.Tensor:
+    """E1 over the paged indexer cache: [M, logits_stride] float32, poison from each token's context length on."""
+    logits = torch.full((shape.m, shape.logits_stride), LOGITS_POISON, device=cache.device)
+    dim = shape.dims.index_dim
+    for request, pages in enumerate(tensors["block_table"].long()):
+        rows = slice(request * shape.tokens, (request + 1) * shape.tokens)
+        contexts = tensors["context_lens"][rows, None]
+        for begin in range(0, shape.kv, SCORE_CHUNK):
+            chunk = cache[pages[begin // PAGE_TOKENS : (begin + SCORE_CHUNK) // PAGE_TOKENS]]
+            keys = chunk[:, : PAGE_TOKENS * dim].reshape(-1, dim).view(E4M3)
+            scales = chunk[:, PAGE_TOKENS * dim :].reshape(-1, 4).view(torch.float32).squeeze(-1)
+            columns = torch.arange(begin, min(begin + len(keys), shape.kv), device=cache.device)
+            scored = score(query[rows], weights[rows], keys[: len(columns)], scales[: len(columns)]).float()
+            logits[rows, columns] = torch.where(columns < contexts, scored, LOGITS_POISON)
+    return logits

@@ -12,7 +12,6 @@ the projection does so in its epilogue.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,15 +19,10 @@ import torch
 
 from workloads.attention_pre import numerics
 from workloads.attention_pre.comparison import compare
-from workloads.attention_pre.numerics import Quantised
+from workloads.attention_pre.numerics import Quantised, Tensors, paged_score
 from workloads.attention_pre.shapes import MLA_TOKEN_BYTES, PAGE_TOKENS, SCALE_BLOCK, AttentionPreShape
 
 __all__ = ["Flags", "compare", "reference"]
-
-LOGITS_POISON = float("nan")  # value of logits that no run may write
-SCORE_CHUNK = 1 << 14  # cached positions scored at a time
-
-Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -159,41 +153,6 @@ def head_weights(gate: torch.Tensor, query_scale: torch.Tensor, dim: int) -> tor
     return gate * query_scale.squeeze(-1).to(gate.dtype) * (gate.shape[1] ** -0.5 * dim**-0.5)
 
 
-def score(query: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, key_scale: torch.Tensor) -> torch.Tensor:
-    """E1 for the tokens of one request: key_scale[s] * sum_h weights[t, h] * relu(query[t, h] . keys[s]).
-
-    Args:
-        query: [T, heads, 128], scales left out.
-        weights: [T, heads], query scales included.
-        keys: [S, 128], scales left out.
-        key_scale: [S].
-
-    Returns:
-        [T, S] in the dtype of `weights`.
-    """
-    dots = torch.einsum("thd,sd->ths", query.to(weights.dtype), keys.to(weights.dtype)).relu()
-    return torch.einsum("ths,th->ts", dots, weights) * key_scale.to(weights.dtype)
-
-
-def paged_score(
-    shape: AttentionPreShape, query: torch.Tensor, weights: torch.Tensor, cache: torch.Tensor, tensors: Tensors
-) -> torch.Tensor:
-    """E1 over the paged indexer cache: [M, logits_stride] float32, poison from each token's context length on."""
-    logits = torch.full((shape.m, shape.logits_stride), LOGITS_POISON, device=cache.device)
-    dim = shape.dims.index_dim
-    for request, pages in enumerate(tensors["block_table"].long()):
-        rows = slice(request * shape.tokens, (request + 1) * shape.tokens)
-        contexts = tensors["context_lens"][rows, None]
-        for begin in range(0, shape.kv, SCORE_CHUNK):
-            chunk = cache[pages[begin // PAGE_TOKENS : (begin + SCORE_CHUNK) // PAGE_TOKENS]]
-            keys = chunk[:, : PAGE_TOKENS * dim].reshape(-1, dim).view(numerics.E4M3)
-            scales = chunk[:, PAGE_TOKENS * dim :].reshape(-1, 4).view(torch.float32).squeeze(-1)
-            columns = torch.arange(begin, min(begin + len(keys), shape.kv), device=cache.device)
-            scored = score(query[rows], weights[rows], keys[: len(columns)], scales[: len(columns)]).float()
-            logits[rows, columns] = torch.where(columns < contexts, scored, LOGITS_POISON)
-    return logits
-
-
 def write_latents(cache: torch.Tensor, slots: torch.Tensor, latent: Quantised, key: torch.Tensor) -> torch.Tensor:
     """A copy of [pages, 64, 656] u8 with the tokens' rows written; slot -1 writes none."""
     updated, kept = cache.clone(), slots >= 0
@@ -223,7 +182,7 @@ def _mn_major(scale: torch.Tensor, stride: int) -> torch.Tensor:
 def reference(shape: AttentionPreShape, tensors: Tensors, *, flags: Flags = Flags()) -> dict[str, torch.Tensor]:  # noqa: B008
     """Everything that a run of the layer writes, on the inputs' device, by the op graph's names.
 
-    Adds `gate_raw` (the head gate before scaling) and, for `compare`, the inputs `slot_mapping` and `context_lens`.
+    Adds `gate_raw` (the head gate before scaling) and, for `compare`, the inputs that say what is written and scored.
     """
     d, dtype = shape.dims, flags.dtype
     neox = d.index_neox if flags.neox is None else flags.neox
@@ -256,6 +215,5 @@ def reference(shape: AttentionPreShape, tensors: Tensors, *, flags: Flags = Flag
         "head_weights": weights.float(),
         "gate_raw": gate.float(),
         "logits": paged_score(shape, query.values, weights, indexer_cache, tensors),
-        "slot_mapping": tensors["slot_mapping"],
-        "context_lens": tensors["context_lens"],
+        **{name: tensors[name] for name in ("slot_mapping", "block_table", "context_lens")},
     }
