@@ -119,7 +119,7 @@ def test_scores_are_the_models(model: Model, monkeypatch: pytest.MonkeyPatch) ->
             queries = ref.project(q.values, module.indexer.wq_b.weight, flags)
             query = ref.index_query(queries, INDEX_HEADS, angle, model.neox, flags)
             weights = ref.head_weights(gate, query.scale, 128)
-            results.append(ref.score(query.values, weights, k.values, k.scale.squeeze(1)))
+            results.append(numerics.score(query.values, weights, k.values, k.scale.squeeze(1)))
     torch.testing.assert_close(results[0], index.double(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(results[0], results[1])
 
@@ -135,5 +135,5 @@ def test_the_other_rotation_is_not_the_models(model: Model, monkeypatch: pytest.
         k = ref.index_key(hidden @ indexer.wk.weight.T, norm.weight, norm.bias, angle, norm.eps, wrong, PLAIN)
         query = ref.index_query(q @ indexer.wq_b.weight.T, INDEX_HEADS, angle, wrong, PLAIN)
         weights = ref.head_weights(hidden @ indexer.weights_proj.weight.T, query.scale, 128)
-        got = ref.score(query.values, weights, k.values, k.scale.squeeze(1))
+        got = numerics.score(query.values, weights, k.values, k.scale.squeeze(1))
     assert (got - index).norm() > 0.05 * index.norm()
