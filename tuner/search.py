@@ -26,6 +26,7 @@ from tuner.storage import TrialStore
 BATCH = 8  # configs of one job: they share the readings of the reference
 JOBS_AHEAD = 2  # the device measures one job while the next is proposed
 MAX_RETRIES = 2  # of a config that infrastructure lost
+MAX_LOST = 24  # trials lost in a row: the device, not a passing disturbance
 STALE_PROPOSALS = 200  # in a row without a new plan: the space is exhausted
 POLL_S = 0.1
 
@@ -82,6 +83,7 @@ class Search:
         self._jobs: dict[int, list[Candidate]] = {}
         self._numbers = 0
         self._retries: Counter[str] = Counter()
+        self._lost = 0
         self._stale = 0
         self._scored_before = 0
         self._started = time.monotonic()
@@ -209,9 +211,13 @@ class Search:
         self._store.append(candidate.proposal.point, record, self._distributions)
         self.ledger.add(record)
         if record.outcome is not Outcome.LOST:
+            self._lost = 0
             if candidate.exact:
                 self._teach(candidate.proposal, record)
             return
+        self._lost += 1
+        if self._lost >= MAX_LOST:
+            raise StudyFailed(f"{self._lost} trials in a row were lost, the last one because {record.message}")
         self._sampler.forget(candidate.proposal)
         key = run_key(candidate.config)
         self._retries[key] += 1

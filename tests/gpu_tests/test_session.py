@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from backends.errors import DeviceError
 from backends.sessions import open_session
 from benchmarks.verdicts import check_both_shells
 from search_spaces.cmp import default, serial
-from workloads import registry
 
 pytestmark = pytest.mark.gpu
 
@@ -95,29 +93,6 @@ def test_the_chain_is_bit_exact_in_both_backends() -> None:
 def test_a_device_that_is_not_there_is_named() -> None:
     with pytest.raises(DeviceError, match="no device cuda:99"):
         open_session(SessionSpec("attention_pre", {}, "cuda:99"))
-
-
-def test_the_chain_goes_from_tune_to_load(tmp_path: Path) -> None:
-    import torch
-
-    from spantune import load_layer
-    from tuner.study import publish, run_study
-
-    spec = SessionSpec("pdl_chain", {"layers": 20}, "cuda:0", seed=5)
-    found = run_study(spec, trials=12, storage=f"journal:{tmp_path}/chain.journal", seed=5)
-    assert found.scored >= 12
-    publish(found, tmp_path / "best")
-    workload = registry.get("pdl_chain")
-    shape = workload.shape({"layers": 20})
-    tensors = workload.inputs().make_inputs(shape, 7, "cuda")
-    names = set(workload.graph(shape).tensors)
-    with load_layer(
-        "pdl_chain", {n: t for n, t in tensors.items() if n in names}, results=tmp_path / "best", layers=20
-    ) as layer:
-        layer.run()
-        torch.cuda.synchronize()
-        assert layer.match.how == "exact"
-        assert torch.equal(layer.outputs["y"], workload.reference().reference(shape, tensors)["y"])
 
 
 def test_planted_numbers_fail_the_reference_check(session: Any) -> None:

@@ -96,6 +96,8 @@ class FakeSession:
             time.sleep(0.15)
         if self.fault == "void" and any(guilty(e.config) for e in executables):
             raise MeasurementVoid("another process used the GPU")
+        if self.fault == "shared":
+            raise MeasurementVoid("1 other process on the GPU")
         if self.fault == "measure-hang" and any(guilty(e.config) for e in executables):
             time.sleep(3600)
         readings: list[list[float]] = [[] for _ in executables]

@@ -154,6 +154,11 @@ def test_void_measurements_are_lost_not_blamed(tmp_path: Path) -> None:
     assert all(r.outcome.measured for r in result.records if r.outcome not in (Outcome.LOST, Outcome.DUPLICATE))
 
 
+def test_a_device_that_stays_disturbed_ends_the_study_and_says_why(tmp_path: Path) -> None:
+    with pytest.raises(StudyFailed, match="trials in a row were lost, the last one because 1 other process on the GPU"):
+        study(tmp_path, "sim:shared", trials=20)
+
+
 def test_a_device_that_cannot_be_opened_is_bad_input(tmp_path: Path) -> None:
     with pytest.raises(SessionRefused, match="no device sim:missing"):
         study(tmp_path, "sim:missing")
