@@ -65,7 +65,8 @@ class CudaLayer:
         if not isinstance(config, CmpConfig):
             raise IllegalConfig(f"backend {config.backend} cannot be loaded as a layer: use a cmp config")
         known = registry.get(workload)
-        graph = known.graph(known.shape(shape_params))
+        given = {name: tuple(int(extent) for extent in tensor.shape) for name, tensor in tensors.items()}
+        graph = known.graph(known.shape(shape_params)).fitted(given)
         gpu = driver.open_gpu(index)
         CmpSpace(graph, gpu.record).check(config)
         plan = lower(graph, config, gpu.record.arch)

@@ -119,7 +119,9 @@ def load_layer(
         raise DeviceError(f"a layer needs a CUDA device, not {device!r}: use cuda:N")
     known = registry.get(workload)
     validated = known.shape(shape)
-    check_tensors(known.graph(validated), {name: facts_of(name, t) for name, t in tensors.items()}, device)
+    facts = {name: facts_of(name, t) for name, t in tensors.items()}
+    graph = known.graph(validated).fitted({name: fact.shape for name, fact in facts.items()})
+    check_tensors(graph, facts, device)
     match = find(
         workload, validated.params(), device=target_of(device), backend=backend or LAYER_BACKEND, results=results
     )

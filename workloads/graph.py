@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import prod
 
@@ -30,12 +30,17 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Tensor:
-    """A named tensor; `shape` in elements, row-major. A partial's shape leaves out the leading split axis."""
+    """A named tensor; `shape` in elements, row-major. A partial's shape leaves out the leading split axis.
+
+    `least` is set where a caller's tensor may have another leading extent, no smaller than that: caches of any number
+    of pages, tables of any length. It changes no schedule, so it is not part of a graph's identity.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     role: Role
+    least: int | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -83,11 +88,11 @@ class OpGraph:
         self.ops: dict[str, Op] = {}
         self._writers: dict[str, list[str]] = {}
 
-    def tensor(self, name: str, shape: Iterable[int], dtype: str, role: Role) -> str:
-        """Declares a tensor and returns its name."""
+    def tensor(self, name: str, shape: Iterable[int], dtype: str, role: Role, *, least: int | None = None) -> str:
+        """Declares a tensor and returns its name; see `Tensor` for `least`."""
         if name in self.tensors:
             raise WorkloadError(f"graph {self.name}: tensor {name} is declared twice")
-        self.tensors[name] = Tensor(name, tuple(shape), dtype, role)
+        self.tensors[name] = Tensor(name, tuple(shape), dtype, role, least)
         return name
 
     def record(self, op: Op) -> None:
@@ -156,6 +161,16 @@ class OpGraph:
                 sub.tensors.setdefault(tensor, self.tensors[tensor])
             sub.record(op)
         return sub
+
+    def fitted(self, shapes: Mapping[str, tuple[int, ...]]) -> OpGraph:
+        """This graph with the leading extents that a caller's tensors have, where `Tensor.least` allows them."""
+        fitted = OpGraph(self.name)
+        fitted.tensors, fitted.ops, fitted._writers = dict(self.tensors), self.ops, self._writers
+        for name, shape in shapes.items():
+            own = self.tensors.get(name)
+            if own is not None and own.least is not None and shape[1:] == own.shape[1:] and shape[0] >= own.least:
+                fitted.tensors[name] = replace(own, shape=tuple(shape))
+        return fitted
 
     def digest(self) -> str:
         """Content hash of the graph: ops, operands, shapes, dtypes, parameters."""

@@ -170,13 +170,9 @@ def _declare(graph: OpGraph, shape: AttentionPreShape) -> None:
         "q_for_sparse_mla": ((m, shape.heads, d.kv_lora + d.rope), "bf16"),
         "logits": ((m, shape.logits_stride), "f32"),
     }
-    groups = (
-        (weights, Role.WEIGHT),
-        (inputs, Role.INPUT),
-        (state, Role.STATE),
-        (inner, Role.INNER),
-        (outputs, Role.OUTPUT),
-    )
-    for tensors, role in groups:
+    pages_used = shape.requests * shape.pages_per_request
+    least = {"mla_cache": pages_used, "indexer_cache": pages_used, "cos_sin": shape.kv}
+    groups = {Role.WEIGHT: weights, Role.INPUT: inputs, Role.STATE: state, Role.INNER: inner, Role.OUTPUT: outputs}
+    for role, tensors in groups.items():
         for name, (extents, dtype) in tensors.items():
-            graph.tensor(name, extents, dtype, role)
+            graph.tensor(name, extents, dtype, role, least=least.get(name))
