@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from backends.base import SessionSpec
+from backends.cuda.jit import source_hash
 from backends.errors import BackendError
 from backends.sessions import open_session
 from search_spaces.cmp import CmpSpace, default, serial
@@ -99,6 +100,14 @@ def check_both_shells(device: str, seed: int = 1) -> dict[str, Any]:
     return results
 
 
+def record(results: dict[str, Any], device: str) -> dict[str, Any]:
+    """The record of a round: counts first, then every verdict, then the device sources that it speaks for."""
+    states = [verdict["passed"] for case in results.values() for verdict in case.values()]
+    counts = {"passed": states.count(True), "failed": states.count(False), "not_run": states.count(None)}
+    provenance = {"device_id": device, "simulated": device.startswith("sim:"), "source_hash": source_hash()}
+    return {"summary": {"cases": len(results), **counts}, "provenance": provenance, "verdicts": results}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
@@ -115,7 +124,8 @@ def main() -> None:
         results["both_shells"] = check_both_shells(arguments.device)
         _print("both_shells", results["both_shells"], 0.0)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "verdicts.json").write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    document = record(results, arguments.device)
+    (arguments.out / "verdicts.json").write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
     failed = [f"{c}/{n}" for c, r in results.items() for n, v in r.items() if v["passed"] is False]
     print(f"{len(failed)} failed: {', '.join(failed)}" if failed else "all verdicts passed")
     sys.exit(1 if failed else 0)
