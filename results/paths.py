@@ -79,11 +79,14 @@ def write_place(
     """The folder that new winners are published to; need not exist yet.
 
     Raises:
-        ResultsPathError: what should be that folder is not one.
+        ResultsPathError: what should be that folder is not one, or may not be written.
     """
     place = _places(results, working_directory, environment)[0]
     if place.folder.exists() and not place.folder.is_dir():
         raise ResultsPathError(f"{place.folder}: not a folder, named by {_named_by(place.origin)}")
+    parent = next(folder for folder in (place.folder, *place.folder.absolute().parents) if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise ResultsPathError(f"{place.folder}: cannot be written below {parent}, named by {_named_by(place.origin)}")
     return place
 
 

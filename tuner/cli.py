@@ -134,6 +134,9 @@ def _tune(arguments: argparse.Namespace) -> int:
     graph_of(spec)
     options.check()
     place = paths.write_place(arguments.results)
+    stored = best.best_path(place.folder, device_label(spec), spec.workload)
+    if stored.exists():
+        best.load(stored)  # refused now rather than after the search
     printer = ProgressPrinter(sys.stderr)
     try:
         result = run_study(
@@ -207,7 +210,7 @@ def _published(arguments: argparse.Namespace, every_shape: bool) -> list[tuple[P
     ]
     if not found:
         what = spec.workload if every_shape else f"{spec.workload} {shape_key(spec)}"
-        where = ", ".join(map(str, places))
+        where = ", ".join(map(str, places)) or "any folder"
         raise OptionError(f"no best config of {what} on {device_label(spec)} in {where}: run spantune tune first")
     return found
 

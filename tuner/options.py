@@ -13,6 +13,7 @@ from workloads import registry
 from workloads.graph import OpGraph
 
 BACKENDS = ("cmp",)
+MAX_SEED = 2**31 - 1  # samplers and input generators take 32 bits
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Options:
             raise OptionError(f"unknown backend {self.backend!r}: use {' or '.join(BACKENDS)}")
         if self.trials < 1:
             raise OptionError(f"trials={self.trials} is out of range: use 1 or more")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise OptionError(f"seed={self.seed} is out of range: use 0 to {MAX_SEED}")
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise OptionError(f"timeout={self.timeout_s:g} is out of range: use more than 0 seconds")
 

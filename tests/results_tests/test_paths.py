@@ -100,3 +100,14 @@ def test_a_writer_waits_no_longer_than_told(tmp_path: Path) -> None:
     ):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_below_a_file_or_without_permission_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ResultsPathError, match="cannot be written below .*file"):
+        paths.write_place(tmp_path / "file" / "sub")
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(ResultsPathError, match="named by --results"):
+        paths.write_place(tmp_path / "new")

@@ -35,6 +35,8 @@ BAD = [
     ("tune attention_pre --backend opencl", "unknown backend 'opencl'"),
     ("tune attention_pre --trials 0", "trials=0 is out of range"),
     ("tune attention_pre --trials many", "invalid int value: 'many'"),
+    ("tune attention_pre --seed -5", "seed=-5 is out of range"),
+    ("tune attention_pre --seed 99999999999999999999", "use 0 to 2147483647"),
     ("tune attention_pre --timeout -1", "timeout=-1 is out of range"),
     ("tune attention_pre --timeout nan", "timeout=nan is out of range"),
     ("tune attention_pre --speed 9", "unrecognized arguments: --speed 9"),
@@ -155,3 +157,25 @@ def test_a_results_folder_that_is_none_is_refused_before_the_study(
     assert cli.main(["tune", "pdl_chain", "--device", "sim:fake", "--results", "file"]) == 2
     assert "not a folder" in capsys.readouterr().err
     assert not (fake_device / ".spantune").exists()
+
+
+@pytest.mark.parametrize(("text", "reason"), [("{bad", "corrupted"), ('{"schema": 99}', "newer spantune")])
+def test_a_best_file_that_cannot_be_extended_is_refused_before_the_study(
+    text: str, reason: str, fake_device: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored = fake_device / "out" / "sim-fake" / "pdl_chain.json"
+    stored.parent.mkdir(parents=True)
+    stored.write_text(text)
+    assert cli.main(["tune", "pdl_chain", "--device", "sim:fake", "--results", "out"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and len(captured.err.splitlines()) == 1 and reason in captured.err
+    assert stored.read_text() == text and not (fake_device / ".spantune").exists()
+
+
+def test_a_missing_best_config_says_so_without_any_results_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("results.paths.search_path", lambda *_: ())
+    assert cli.main(["best", "pdl_chain", "--device", "sim:b300"]) == 2
+    assert "in any folder: run spantune tune first" in capsys.readouterr().err
