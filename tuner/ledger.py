@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from results.record import Outcome, TrialRecord
 
@@ -24,7 +25,9 @@ class Ledger:
         self._best: TrialRecord | None = None
 
     def add(self, record: TrialRecord) -> None:
-        """Enters one finished trial."""
+        """Enters one finished trial. A plan counts once, also when two programs measured it for one study."""
+        if record.outcome.measured and record.plan_key in self._plans:
+            record = replace(record, outcome=Outcome.DUPLICATE)
         self.records.append(record)
         self.counts[record.outcome] += 1
         if record.outcome in CHEAP:

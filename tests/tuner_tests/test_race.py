@@ -133,3 +133,10 @@ def test_progress_never_floods(tty: bool) -> None:
 def test_progress_says_what_matters() -> None:
     line = Progress("searching", 50, 200, 0, 36.9, 0.912, 7.5, 130.0, {Outcome.DUPLICATE: 3}).line()
     assert line == "searching 50/200, best 36.900 us (0.9120 of the default), 7.5 scored/s, 2m10s left, 3 duplicates"
+
+
+def test_a_plan_that_two_programs_measured_counts_once() -> None:
+    ledger = Ledger()
+    for ratio in (0.9, 0.8):
+        ledger.add(TrialRecord(Outcome.SCORED, {}, plan_key="same", ratio=ratio))
+    assert ledger.done == 1 and ledger.scored == 1 and ledger.counts[Outcome.DUPLICATE] == 1
