@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+import struct
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.plan.encode import GRID_HEADER_BYTES, MAP_BYTES, grid_args, map_specs
+from backends.plan.encode import GRID_HEADER_BYTES, MAP_BYTES, OPERAND_SLOTS, grid_args, map_specs, table_row
 from backends.plan.launches import EdgeKind, lower, transitive_reduction
 from backends.plan.verify import ancestors, verify
 from search_spaces.cmp import CmpSpace, default, serial
@@ -18,6 +19,9 @@ from search_spaces.errors import ConfigError, IllegalConfig
 from search_spaces.gpu import GpuRecord
 from workloads.attention_pre.graph import build_graph
 from workloads.attention_pre.shapes import AttentionPreShape
+from workloads.ops.base import TensorMapSpec
+from workloads.pdl_chain.graph import PdlChainShape
+from workloads.pdl_chain.graph import build_graph as build_chain
 
 H200 = GpuRecord("NVIDIA H200", "sm_90a", 132, 60 << 20, 233472, 232448)
 GRAPH = build_graph(AttentionPreShape())
@@ -133,3 +137,28 @@ def test_parameter_blocks_have_the_device_layout() -> None:
         body = grid_args(node, addresses, maps)
         assert len(body) == GRID_HEADER_BYTES + MAP_BYTES * max(len(maps), 1)
         assert body[GRID_HEADER_BYTES:].startswith(b"".join(maps))
+
+
+def test_the_type_of_an_edge_is_part_of_a_plans_key() -> None:
+    space = CmpSpace(
+        build_chain(PdlChainShape(layers=3)), GpuRecord("NVIDIA H200", "sm_90a", 132, 60 << 20, 233472, 232448)
+    )
+    config = replace(serial(space), programmatic=frozenset({("L0", "L1")}))
+    edges = replace(lower(space.graph, config, "sm_90a"), edges=lower(space.graph, serial(space), "sm_90a").edges)
+    assert edges.key() != lower(space.graph, config, "sm_90a").key()
+
+
+def test_the_words_of_a_grid_kernel_stand_where_the_shell_reads_them() -> None:
+    space = CmpSpace(
+        build_chain(PdlChainShape(layers=1)), GpuRecord("NVIDIA H200", "sm_90a", 132, 60 << 20, 233472, 232448)
+    )
+    node = replace(
+        lower(space.graph, serial(space), "sm_90a").nodes[0], k_blocks=48, splits=5, trigger=3, wait=2, w_ahead=7
+    )
+    body = grid_args(node, dict.fromkeys(space.graph.tensors, 0), (), delay_us=9)
+    assert struct.unpack_from("<6i", body, OPERAND_SLOTS * 8) == (9, 3, 3, 2, 7, 9)
+
+
+def test_tensor_maps_are_numbered_in_operand_order() -> None:
+    spec = TensorMapSpec("w", (128, 64), (128,), (128, 64))
+    assert table_row((spec, 5, spec), {}, (11, 12))[:3] == [11, 5, 12]

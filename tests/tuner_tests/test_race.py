@@ -140,3 +140,12 @@ def test_a_plan_that_two_programs_measured_counts_once() -> None:
     for ratio in (0.9, 0.8):
         ledger.add(TrialRecord(Outcome.SCORED, {}, plan_key="same", ratio=ratio))
     assert ledger.done == 1 and ledger.scored == 1 and ledger.counts[Outcome.DUPLICATE] == 1
+
+
+def test_the_lowest_ratio_wins_a_confirmation() -> None:
+    def finalist(role: str, ratio: float) -> confirm.Finalist:
+        return confirm.Finalist(role, TrialRecord(Outcome.SCORED, {}, ratio=ratio), ratio - 0.01, ratio + 0.01)
+
+    table = [finalist(confirm.DEFAULT, 1.0), *(finalist(confirm.CONTENDER, ratio) for ratio in (0.9, 0.8, 0.95))]
+    best, gain = confirm.winner(table)
+    assert gain and best.record.ratio == 0.8
