@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from workloads.errors import WorkloadError
 from workloads.graph import Op, OpGraph
 from workloads.ops.base import K_BLOCK, Domain, Operand, Pointer, Region, Splits, Tile, Tiling, rows_of
 from workloads.ops.row_op import RowOp, float_bits
@@ -23,14 +24,20 @@ def add_rmsnorm_quant(
     """Records r = bf16(hidden + residual), n = bf16(RMSNorm(r)), FP8 of n.
 
     Shapes: hidden, residual, residual_out, norm_out, quantised [M, H]; weight [H]; scale [H/128, M padded to 4].
+
+    Raises:
+        WorkloadError: H is no whole number of scale groups.
     """
+    size = graph.tensors[hidden].shape[1]
+    if size % K_BLOCK:
+        raise WorkloadError(f"op {name}: rows of {size} values: use a multiple of {K_BLOCK}")
     graph.record(
         Op(
             name,
             "add_rmsnorm_quant",
             {"hidden": hidden, "residual": residual, "weight": weight},
             {"residual_out": residual_out, "norm_out": norm_out, "quantised": quantised, "scale": scale},
-            {"hidden_size": graph.tensors[hidden].shape[1], "eps": eps},
+            {"hidden_size": size, "eps": eps},
         )
     )
 

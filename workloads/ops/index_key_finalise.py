@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from workloads.errors import WorkloadError
 from workloads.graph import Op, OpGraph
 from workloads.ops.base import Domain, Operand, Pointer, Region, Splits, Tile, Tiling, whole
 from workloads.ops.row_op import MATH_WARPS, RowOp, float_bits
+
+WIDTH = 128
 
 
 def index_key_finalise(
@@ -25,7 +28,13 @@ def index_key_finalise(
     """Records the finaliser: 128 e4m3 values and a fp32 scale per token into the page-blocked `cache` [pages, 8448].
 
     `partial` is [split, M, 128] fp32; a negative slot skips the cache write.
+
+    Raises:
+        WorkloadError: the key has not 128 columns.
     """
+    columns = graph.tensors[partial].shape[1]
+    if columns != WIDTH:
+        raise WorkloadError(f"op {name}: a key of {columns} columns: use {WIDTH} columns")
     reads = {"partial": partial, "weight": weight, "bias": bias, "positions": positions, "slots": slots}
     params = {"eps": eps, "hadamard": hadamard, "neox": neox}
     graph.record(Op(name, "index_key_finalise", reads | {"cos_sin": cos_sin}, {"cache": cache}, params))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from workloads.errors import WorkloadError
 from workloads.graph import Op, OpGraph
 from workloads.ops.base import Domain, Operand, Pointer, Region, Splits, Tile, Tiling
 from workloads.ops.row_op import MATH_WARPS, RowOp, float_bits
@@ -26,9 +27,15 @@ def index_query_finalise(
 
     `partial` is [split, M, heads * 128] and `gate_partial` [split, M, heads], both fp32.
     A head weight is (gate * scale of the head) * (heads * 128)^-0.5.
+
+    Raises:
+        WorkloadError: the columns of `partial` are not 128 a head.
     """
+    heads, columns = graph.tensors[head_weights].shape[1], graph.tensors[partial].shape[1]
+    if columns != heads * WIDTH:
+        raise WorkloadError(f"op {name}: {columns} columns for {heads} heads: use {heads * WIDTH}")
     reads = {"partial": partial, "gate_partial": gate_partial, "positions": positions, "cos_sin": cos_sin}
-    params = {"heads": graph.tensors[head_weights].shape[1], "hadamard": hadamard, "neox": neox}
+    params = {"heads": heads, "hadamard": hadamard, "neox": neox}
     writes = {"quantised": quantised, "head_weights": head_weights}
     graph.record(Op(name, "index_query_finalise", reads, writes, params))
 

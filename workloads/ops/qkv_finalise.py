@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from workloads.errors import WorkloadError
 from workloads.graph import Op, OpGraph
 from workloads.ops.base import K_BLOCK, Domain, Operand, Pointer, Region, Splits, Tile, Tiling, rows_of, whole
 from workloads.ops.row_op import RowOp, float_bits
+
+KV_COLUMNS = 512 + 64  # latent and rotary key
+MAX_Q = 2048  # 8 values of q a thread
 
 
 def qkv_finalise(
@@ -25,7 +29,15 @@ def qkv_finalise(
     """Records the finaliser: `q` [M, Q] e4m3 with `q_scale` [Q/128, M padded to 4], and the token's 656 cache bytes.
 
     `partial` is [split, M, Q + 512 + 64] fp32; `cache` [pages, 64, 656]; a negative slot skips the cache write.
+
+    Raises:
+        WorkloadError: no device code for that Q, or the columns of `partial` are not Q + 576.
     """
+    q_size, columns = graph.tensors[q].shape[1], graph.tensors[partial].shape[1]
+    if q_size % K_BLOCK or q_size > MAX_Q:
+        raise WorkloadError(f"op {name}: Q={q_size}: use a multiple of {K_BLOCK} up to {MAX_Q}")
+    if columns != q_size + KV_COLUMNS:
+        raise WorkloadError(f"op {name}: {columns} projected columns: use {q_size + KV_COLUMNS}, Q and {KV_COLUMNS}")
     reads = {"partial": partial, "q_weight": q_weight, "kv_weight": kv_weight}
     graph.record(
         Op(
@@ -33,7 +45,7 @@ def qkv_finalise(
             "qkv_finalise",
             reads | {"positions": positions, "slots": slots, "cos_sin": cos_sin},
             {"q": q, "q_scale": q_scale, "cache": cache},
-            {"q_size": graph.tensors[q].shape[1], "eps": eps},
+            {"q_size": q_size, "eps": eps},
         )
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from workloads.errors import WorkloadError
 from workloads.graph import Op, OpGraph
 from workloads.ops.base import Domain, Operand, Pointer, Region, Splits, Tile, Tiling
 from workloads.ops.row_op import RowOp
@@ -12,7 +13,14 @@ ELEMENTS = (256, 1024)
 
 
 def scale_bias_relu(graph: OpGraph, name: str, *, x: str, weight: str, bias: str, out: str) -> None:
-    """Records out[i] = fma(max(x[i], 0), weight[i], bias[i]); all [n] fp32, n a multiple of 1024."""
+    """Records out[i] = fma(max(x[i], 0), weight[i], bias[i]); all [n] fp32, n a multiple of 1024.
+
+    Raises:
+        WorkloadError: n is no whole number of tiles.
+    """
+    n = graph.tensors[out].shape[0]
+    if n % max(ELEMENTS):
+        raise WorkloadError(f"op {name}: n={n}: use a multiple of {max(ELEMENTS)}")
     graph.record(Op(name, "scale_bias_relu", {"x": x, "weight": weight, "bias": bias}, {"out": out}))
 
 
