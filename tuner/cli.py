@@ -1,4 +1,4 @@
-"""The command line: `spantune tune | space | show | best | compare`.
+"""The command line: `spantune tune | space | show | best | compare | estimate`.
 
 Exit codes: 0 done; 1 it failed; 2 bad input; 3 nothing beats the default config significantly; 130 Ctrl-C.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from backends.base import SessionSpec
-from results import best, compare, paths
+from results import best, compare, estimate, paths
 from results.best import BestKeptWarning
 from results.record import Outcome
 from search_spaces.cmp import Choice, CmpSpace
@@ -31,7 +31,7 @@ from tuner.residency import residencies
 from tuner.sampling import SAMPLERS
 from tuner.seeds import seeds
 from tuner.study import StudyResult, publish, run_study
-from workloads import registry
+from workloads import decode_step, registry
 from workloads.errors import InputError, SpantuneError
 
 OK, FAILED, BAD_INPUT, NO_GAIN, INTERRUPTED = 0, 1, 2, 3, 130
@@ -93,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_results(table)
     table.add_argument("--json", action="store_true", help="print every number as JSON")
     table.set_defaults(run=_compare)
+    _add_estimate(commands.add_parser("estimate", help="how much of a model's decode step is gaps between kernels"))
     return parser
 
 
@@ -107,6 +108,19 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
 
 def _add_results(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--results", type=Path, metavar="DIR", help="where best configs lie")
+
+
+def _add_estimate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help=" or ".join(decode_step.MODELS))
+    for name in decode_step.DIMENSIONS:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help="dimension of the model")
+    parser.add_argument("--batch", type=int, help="requests")
+    parser.add_argument("--context", type=int, help="cached positions of each request")
+    parser.add_argument("--bytes", type=int, dest="element_bytes", help="of a weight or cached value (default 2)")
+    parser.add_argument("--kernels-per-layer", type=int, help="fewer than 10 stand for fusion; the data time stays")
+    parser.add_argument("--device", metavar="sim:NAME", help="bandwidth and hand-offs of this simulated GPU")
+    parser.add_argument("--json", action="store_true", help="print every number as JSON")
+    parser.set_defaults(run=_estimate)
 
 
 def _spec(arguments: argparse.Namespace) -> SessionSpec:
@@ -234,6 +248,16 @@ def _compare(arguments: argparse.Namespace) -> int:
     every_shape = arguments.ops is None and all(getattr(arguments, name) is None for name in SHAPE_OPTIONS)
     table = compare.compare(entry for _, _, entry in _published(arguments, every_shape))
     print(json.dumps(table.to_json(), indent=1) if arguments.json else compare.render(table))
+    return OK
+
+
+def _estimate(arguments: argparse.Namespace) -> int:
+    def given(names: Sequence[str]) -> dict[str, int]:
+        return {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+
+    wanted = estimate.steps(arguments.model, given(decode_step.DIMENSIONS), given(decode_step.SETTINGS))
+    table = estimate.estimate(wanted, estimate.machine(arguments.device))
+    print(json.dumps(table.to_json(), indent=1) if arguments.json else estimate.render(table))
     return OK
 
 
