@@ -118,10 +118,7 @@ class TpeSampler:
             self._pending[turn] = (trial.number, dict(trial.params))
         else:
             point = self._neighbour(self._rng.choice(elite))
-            self._study.add_trial(
-                create_trial(state=TrialState.RUNNING, params=point, distributions=self._distributions)
-            )
-            self._pending[turn] = (len(self._study.get_trials(deepcopy=False)) - 1, point)
+            self._pending[turn] = (self._begin(point), point)
         return Proposal(dict(self._pending[turn][1]), turn)
 
     def tell(self, proposal: Proposal, value: float, feasible: bool) -> None:
@@ -181,7 +178,4 @@ class TpeSampler:
         self._told = best + latest
         self._study = self._new_study([self._finished(*entry) for entry in self._told])
         for handle, (_, point) in list(self._pending.items()):
-            self._study.add_trial(
-                create_trial(state=TrialState.RUNNING, params=point, distributions=self._distributions)
-            )
-            self._pending[handle] = (len(self._study.get_trials(deepcopy=False)) - 1, point)
+            self._pending[handle] = (self._begin(point), point)

@@ -208,7 +208,8 @@ class Search:
             candidate.twins = []
 
     def _finish(self, candidate: Candidate, record: TrialRecord) -> None:
-        self._store.append(candidate.proposal.point, record, self._distributions)
+        # A seed that no point says exactly is stored without one: a resumed study must not learn it from its neighbour.
+        self._store.append(candidate.proposal.point if candidate.exact else {}, record, self._distributions)
         self.ledger.add(record)
         if record.outcome is not Outcome.LOST:
             self._lost = 0

@@ -109,15 +109,14 @@ class TrialStore:
 
 def as_trial(point: Point, record: TrialRecord, distributions: Mapping[str, Any]) -> FrozenTrial:
     """A record as a finished Optuna trial: `lost` failed, a config's failure is infeasible at a bad value."""
+    used = {name: distributions[name] for name in point}
     if record.outcome is Outcome.LOST:
-        return create_trial(
-            state=TrialState.FAIL, params=point, distributions=dict(distributions), user_attrs=record.to_json()
-        )
+        return create_trial(state=TrialState.FAIL, params=point, distributions=used, user_attrs=record.to_json())
     scored = record.ratio is not None
     return create_trial(
         value=record.ratio if record.ratio is not None else BAD_VALUE,
         params=point,
-        distributions=dict(distributions),
+        distributions=used,
         user_attrs=record.to_json(),
         constraints={"config": -1.0 if scored else 1.0},
     )

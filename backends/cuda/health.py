@@ -78,6 +78,13 @@ class Health:
         others = 32 if code == NO_SPACE else max(len(pids) - 1, 0)
         return Reading(clock.value, reasons.value, others)
 
+    def driver(self) -> str:
+        """The driver's release, such as `580.95.05`; empty where NVML is missing."""
+        text = ctypes.create_string_buffer(96)
+        if self._nvml is None or self._nvml.nvmlSystemGetDriverVersion(text, len(text)) != 0:
+            return ""
+        return text.value.decode()
+
     def disturbance(self) -> str | None:
         """Why readings that were just taken must not be used, or None; to be asked while the GPU is still busy."""
         reading = self.read()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 import random
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -70,8 +71,9 @@ class CudaSession:
         self._next_set = 0
         self._allocate()
         self._load_data(spec.seed)
-        self.info = DeviceInfo(self._gpu.record, False, self._gpu.uuid, _versions(self._gpu.driver_version))
         self._health = Health(self._gpu.uuid)
+        versions = _versions(self._gpu.driver_version, self._health.driver())
+        self.info = DeviceInfo(self._gpu.record, False, self._gpu.uuid, versions)
         self.bracket_us = self._read_bracket()
         self.protocol: dict[str, Any] = {
             **self._protocol.describe(),
@@ -312,9 +314,11 @@ def _closing_on_error(executable: CudaExecutable) -> Iterator[None]:
         raise
 
 
-def _versions(driver_version: str) -> dict[str, str]:
-    found = {"driver_cuda": driver_version, "nvrtc": jit.compiler_version()}
-    for name in ("torch", "cuda-bindings", "spantune"):
+def _versions(cuda: str, driver_release: str) -> dict[str, str]:
+    found = {"driver_cuda": cuda, "nvrtc": jit.compiler_version(), "python": platform.python_version()}
+    if driver_release:
+        found["driver"] = driver_release
+    for name in ("torch", "numpy", "cuda-bindings", "spantune"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

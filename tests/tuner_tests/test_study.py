@@ -15,11 +15,14 @@ import pytest
 
 from backends.base import SessionSpec
 from results.record import Outcome
+from search_spaces.cmp import CmpSpace
 from search_spaces.config import CmpConfig, from_json
-from tests.tuner_tests.fakes import FACTORY, guilty, span_of
+from tests.tuner_tests.fakes import FACTORY, GPU, guilty, span_of
 from tuner.confirm import DEFAULT, SERIAL
 from tuner.errors import SessionRefused, StudyFailed
 from tuner.executors.inline import InlineExecutor
+from tuner.options import graph_of
+from tuner.screen import screen
 from tuner.storage import TrialStore, parse_location
 from tuner.study import StudyResult, run_study
 
@@ -230,3 +233,20 @@ def test_ctrl_c_stores_what_is_finished(tmp_path: Path) -> None:
     assert process.returncode == 130 and "interrupted" in out
     wait_until_dead(children)
     assert study(tmp_path, "sim:slow", trials=done).resumed >= done
+
+
+def test_a_resumed_study_learns_no_score_of_another_plan(tmp_path: Path) -> None:
+    """Seeds that no point says exactly are stored without a point; every stored point decodes to its own plan."""
+    spec = SessionSpec("pdl_chain", {"layers": 8, "n": 1024}, "sim:fake")  # more ops than stream labels
+    executor = InlineExecutor(spec, factory=FACTORY)
+    try:
+        result = run_study(spec, trials=16, storage=f"journal:{tmp_path}/s.journal", executor=executor)
+    finally:
+        executor.close()
+    space = CmpSpace(graph_of(result.spec), GPU)
+    store = TrialStore(parse_location(result.storage, result.study), result.study)
+    pairs = store.load()
+    assert len(pairs) >= 16
+    for point, record in pairs:
+        if point and record.plan_key:
+            assert screen(space, space.decode(point)).plan_key == record.plan_key
