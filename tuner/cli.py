@@ -1,4 +1,4 @@
-"""The command line: `spantune tune | space | show | best | compare | estimate`.
+"""The command line: `spantune tune | space | show | best | compare | estimate | lint`.
 
 Exit codes: 0 done; 1 it failed; 2 bad input; 3 nothing beats the default config significantly; 130 Ctrl-C.
 """
@@ -25,6 +25,7 @@ from tuner.confirm import Finalist
 from tuner.devices import default_device, device_label, gpu_record
 from tuner.errors import OptionError
 from tuner.identity import shape_key
+from tuner.lint_command import lint_config
 from tuner.options import BACKENDS, Options, graph_of
 from tuner.progress import ProgressPrinter
 from tuner.residency import residencies
@@ -93,6 +94,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_results(table)
     table.add_argument("--json", action="store_true", help="print every number as JSON")
     table.set_defaults(run=_compare)
+    lint = commands.add_parser("lint", help="prove from machine code that a config's kernels wait before they read")
+    _add_workload(lint)
+    lint.add_argument("--config", type=Path, metavar="FILE", help="a config or a best file (default: untuned)")
+    lint.set_defaults(run=_lint)
     _add_estimate(commands.add_parser("estimate", help="how much of a model's decode step is gaps between kernels"))
     return parser
 
@@ -259,6 +264,13 @@ def _estimate(arguments: argparse.Namespace) -> int:
     table = estimate.estimate(wanted, estimate.machine(arguments.device))
     print(json.dumps(table.to_json(), indent=1) if arguments.json else estimate.render(table))
     return OK
+
+
+def _lint(arguments: argparse.Namespace) -> int:
+    kernels = lint_config(_spec(arguments), arguments.config)
+    for kernel in kernels:
+        print("\n".join(kernel.lines()))
+    return FAILED if any(kernel.report.findings for kernel in kernels) else OK
 
 
 # --- What tune prints ---

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from backends.cuda import jit
+from backends.cuda.sass import disassembler
 from backends.cuda.sources import DEVICE_OPS, SYSTEM_SOURCE, grid_source, persistent_source
 from backends.errors import BuildFailed
 from backends.plan.launches import CompileKey, compile_key
 from search_spaces.cmp import CmpSpace
 from search_spaces.gpu import GpuRecord
-from tests.device_tests.sass import disassembler, rounding_kinds
+from tests.device_tests.sass import rounding_kinds
 from workloads.attention_pre.graph import build_graph
 from workloads.attention_pre.shapes import AttentionPreShape
 from workloads.ops import KINDS

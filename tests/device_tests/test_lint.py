@@ -1,0 +1,245 @@
+"""Every grid kernel waits before it reads, by its machine code; kernels with planted faults are caught."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from backends.cuda import jit
+from backends.cuda.lint import Report, Slots, lint, lint_kernel, slots_of
+from backends.cuda.sass import Kernel, disassembler, parse
+from backends.cuda.sources import grid_source
+from backends.plan.launches import CompileKey, compile_key
+from search_spaces.cmp import CmpSpace, serial
+from search_spaces.config import splits_of, to_json
+from search_spaces.gpu import GpuRecord
+from tuner import cli
+from workloads.attention_pre.graph import build_graph
+from workloads.attention_pre.shapes import AttentionPreShape
+from workloads.ops import KINDS
+from workloads.pdl_chain.graph import PdlChainShape
+from workloads.pdl_chain.graph import build_graph as build_chain
+
+TARGETS = ("sm_90a", "sm_103a")
+H200 = GpuRecord("NVIDIA H200", "sm_90a", 132, 60 << 20, 233472, 232448)
+needs_disassembler = pytest.mark.skipif(disassembler() is None, reason="needs nvdisasm (extra `test`)")
+
+
+def kernels(arch: str) -> Iterator[tuple[str, CompileKey, Slots]]:
+    """Each op of both workloads at its default tiling, on every core of the target."""
+    for graph in (build_graph(AttentionPreShape()), build_chain(PdlChainShape(layers=1))):
+        space = CmpSpace(graph, replace(H200, arch=arch))
+        config = space.decode({})
+        for name, schedule in config.ops.items():
+            op = graph.ops[name]
+            cores = KINDS[op.kind].tunables(op, graph).get("core", ("mma_sync",))
+            for core in (core for core in cores if core in space.gpu.cores()):
+                tiling = replace(schedule.tiling, core=str(core))
+                slots = slots_of(KINDS[op.kind].operands(op, graph, tiling, splits_of(graph, config)), graph)
+                yield f"{name} {core}", compile_key(op, tiling, "grid", arch), slots
+
+
+@needs_disassembler
+@pytest.mark.parametrize("arch", TARGETS)
+def test_every_grid_kernel_waits_first(arch: str, tmp_path: Path) -> None:
+    seen: dict[tuple[CompileKey, Slots], Report] = {}
+    found = list(kernels(arch))
+    jit.build_all([(grid_source(key), arch) for _, key, _ in found], tmp_path)
+    for name, key, slots in found:
+        if (key, slots) not in seen:
+            seen[key, slots] = lint(jit.build(grid_source(key), arch, tmp_path).path, slots)
+        report = seen[key, slots]
+        assert not report.findings, f"{name}: {report.findings[0]}"
+        assert report.waits >= 3 and report.guarded > 0
+        reads_early = name.split()[0] not in {"D1f", "E1"}  # those hold no weights
+        assert (report.early > 0) == reads_early, name
+
+
+# Fault: op, header, text that is replaced, by what, and what the finding must say.
+ACQUIRE_MATH = "shell.template acquire<Group::kMath>();"
+READ_X = "load<kWidth>(x, shell.template pointer<float>(Slots::kX) + at);"
+FAULTS = {
+    "no acquire": ("L0", "shells/grid.cuh", "const {\n    ptx::grid_dependency_wait();", "const {", "LDG"),
+    "no acquire, loaders": ("B0", "shells/grid.cuh", "const {\n    ptx::grid_dependency_wait();", "const {", "UTMALDG"),
+    "early load": ("L0", "ops/scale_bias_relu.cuh", f"{ACQUIRE_MATH}\n    {READ_X}", READ_X + ACQUIRE_MATH, "slot 0"),
+    "early read-only load": (
+        "L0",
+        "ops/scale_bias_relu.cuh",
+        f"{ACQUIRE_MATH}\n    {READ_X}",
+        # Without a use before the acquire the assembler may move such a load behind it.
+        "x[0] = __ldg(shell.template pointer<float>(Slots::kX) + at); access::store_shared(shell.scratch(), x[0]);"
+        + ACQUIRE_MATH,
+        "slot 0",
+    ),
+    "early store": (
+        "L0",
+        "ops/scale_bias_relu.cuh",
+        ACQUIRE_MATH,
+        f"shell.template pointer<float>(Slots::kOut)[at] = w[0]; {ACQUIRE_MATH}",
+        "STG",
+    ),
+    "early prefetch into L1": (
+        "L0",
+        "ops/scale_bias_relu.cuh",
+        ACQUIRE_MATH,
+        'asm volatile("prefetch.global.L1 [%0];" ::"l"(shell.template pointer<float>(Slots::kX) + at));' + ACQUIRE_MATH,
+        "CCTL",
+    ),
+    "acquire on a condition": (
+        "L0",
+        "ops/scale_bias_relu.cuh",
+        ACQUIRE_MATH,
+        f"if (shell.w_ahead() > 0) {ACQUIRE_MATH}",
+        "LDG",
+    ),
+    "A loader skips": ("B0", "ops/gemm_fp8.cuh", "shell.template acquire<Group::kInputs>();", "", "slot 1"),
+    "math skips": ("B0", "ops/gemm_fp8.cuh", ACQUIRE_MATH, "", "STG"),
+    "W loader reads inputs": (
+        "B0",
+        "ops/gemm_fp8.cuh",
+        "shell.map(GemmSlots::kWeightMap)",
+        "shell.map(GemmSlots::kInputMap)",
+        "slot 1",
+    ),
+}
+
+
+def plant(fault: str, folder: Path) -> str:
+    """Copies the device headers with one fault in them; returns the op that shows it."""
+    op, header, old, new, _ = FAULTS[fault]
+    shutil.copytree(jit.INCLUDE, folder)
+    path = folder / "spantune" / header
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    return op
+
+
+@needs_disassembler
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught(fault: str, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    op = plant(fault, tmp_path / "include")
+    monkeypatch.setattr(jit, "INCLUDE", tmp_path / "include")
+    key, slots = next((key, slots) for name, key, slots in kernels(arch) if name.split()[0] == op)
+    report = lint(jit.build(grid_source(key), arch, tmp_path).path, slots)
+    assert any(FAULTS[fault][-1] in str(finding) for finding in report.findings), report
+    assert all(finding.witness[0] == "spantune_kernel" for finding in report.findings)
+
+
+@needs_disassembler
+def test_the_command_prints_a_line_a_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["lint", "pdl_chain", "--layers", "2", "--device", "sim:h200"]
+    monkeypatch.setenv("SPANTUNE_CACHE_DIR", str(tmp_path / "sound"))
+    assert cli.main(command) == 0
+    sound = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in sound] == ["L0 sm_90a ok", "L1 sm_90a ok"]
+    graph = build_chain(PdlChainShape(layers=2))
+    (tmp_path / "config.json").write_text(json.dumps(to_json(serial(CmpSpace(graph, H200)))))
+    assert cli.main([*command, "--config", str(tmp_path / "config.json")]) == 0
+    assert capsys.readouterr().out.splitlines() == sound
+    monkeypatch.setenv("SPANTUNE_CACHE_DIR", str(tmp_path / "broken"))
+    plant("early store", tmp_path / "include")
+    monkeypatch.setattr(jit, "INCLUDE", tmp_path / "include")
+    assert cli.main(command) == 1
+    broken = capsys.readouterr().out.splitlines()
+    assert len(broken) == 4 and "1 unsafe accesses" in broken[0]
+    assert "STG" in broken[1] and "path spantune_kernel" in broken[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("[1]", "neither"), ("{", "cannot be read"), ("{}", "malformed config"), ('{"entries": []}', "schema")],
+)
+def test_a_bad_config_file_is_bad_input(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tuner.lint_command.require_disassembler", lambda: "nvdisasm")
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    assert cli.main(["lint", "pdl_chain", "--device", "sim:h200", "--config", str(path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_nvdisasm_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("backends.cuda.sass.disassembler", lambda: None)
+    assert cli.main(["lint", "pdl_chain", "--device", "sim:h200"]) == 2
+    assert "spantune[test]" in capsys.readouterr().err
+
+
+# --- Made-up machine code: operand slot i is at c[0x0][0x210 + 8 i], slot 0 a weight, slot 1 a number ---
+
+MADE_UP = Slots(frozenset({0}), frozenset({1}))
+WEIGHT = "LDC.64 R2, c[0x0][0x210]"
+LOAD = "LDG.E R4, desc[UR4][R2.64]"
+
+
+def kernel(*lines: str) -> Kernel:
+    """A kernel of these instructions; a line with a colon is a label."""
+    code, address = [], 0
+    for line in lines:
+        code.append(line if line.endswith(":") else f"        /*{address:04x}*/    {line} ;")
+        address += 0 if line.endswith(":") else 16
+    info = [
+        "//----- nvinfo : EIATTR_KPARAM_INFO",
+        *("/*0000*/ .byte 0x04, 0x17", "/*0002*/ .short (.L_2 - .L_1)", "/*0004*/ .word 0x00000000"),
+        *("/*0008*/ .short 0x0000", "/*000a*/ .short 0x0000", "/*000c*/ .byte 0x00, 0xf0, 0x01, 0x07"),
+        "//----- nvinfo : EIATTR_PARAM_CBANK",
+        *("/*0010*/ .byte 0x04, 0x0a", "/*0012*/ .short (.L_4 - .L_3)", "/*0014*/ .word index@(k)"),
+        *("/*0018*/ .short 0x0210", "/*001a*/ .short 0x0100"),
+    ]
+    text = ['.section .nv.info.k,""', *info, '.section .text.k,"ax"', "k:", *code]
+    (found,) = parse("\n".join(text))
+    return found
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        ("ACQBULK", "LDC.64 R2, c[0x0][0x220]", LOAD, "STG.E desc[UR4][R2.64], R4", "EXIT"),
+        (WEIGHT, LOAD, "EXIT"),
+        (WEIGHT, "LDC R6, c[0x0][0x218]", "IMAD.WIDE R2, R6, 0x4, R2", LOAD, "EXIT"),
+        (WEIGHT, "CCTL.E.PF2 [R2]", "LDS R4, [R2]", "STS [R2], R4", "REDUX.OR UR4, R2", "EXIT"),
+        # Both ways wait.
+        ("@P0 BRA `(.L_1)", "ACQBULK", "BRA `(.L_2)", ".L_1:", "ACQBULK", ".L_2:", "STG.E [R2.64], R4", "EXIT"),
+        # The region's start says where its end is, so the wait inside it counts.
+        ("BSSY B0, `(.L_1)", "ACQBULK", "BSYNC B0", ".L_1:", "STG.E [R2.64], R4", "EXIT"),
+    ],
+)
+def test_sound_code_passes(code: tuple[str, ...]) -> None:
+    assert not lint_kernel(kernel(*code), MADE_UP).findings
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (("@P0 ACQBULK", "STG.E [R2.64], R4", "EXIT"), "no wait before it; path k"),
+        (("@P0 BRA `(.L_1)", "ACQBULK", ".L_1:", "RED.E [R2.64], R4", "EXIT"), "path k > .L_1"),
+        (("BRA.U UP0, `(.L_1)", "ACQBULK", ".L_1:", "NEWMEM.E [R2.64]", "ATOM.E R4, [R2.64]", "EXIT"), "path k > .L_1"),
+        (("BSSY B0, `(.L_1)", "ACQBULK", "BSYNC B1", ".L_1:", "STG.E [R2.64], R4", "EXIT"), "path k > .L_1"),
+        (("BRX R2 -0x10", "ACQBULK", "STG.E [R2.64], R4"), "indirect"),
+        (("EXIT", "STG.E [R2.64], R4"), "not understood"),
+        ((WEIGHT, "LD.E R4, [R2.64]", "EXIT"), "no wait before it"),
+        (("LDC.64 R2, c[0x0][0x220]", "LDG.E.CONSTANT R4, desc[UR4][R2.64]", "EXIT"), "slot 2"),
+        (("LDC.64 R2, c[0x0][0x218]", LOAD, "EXIT"), "from no weight"),
+        (("LDC.64 R2, c[0x0][R1+0x210]", LOAD, "EXIT"), "cannot be traced"),
+        ((WEIGHT, LOAD, "IADD3 R2, P0, R2, R4, RZ", LOAD, "EXIT"), "cannot be traced"),
+        ((WEIGHT, "@P0 LDC.64 R2, c[0x0][0x228]", LOAD, "EXIT"), "slot 3"),
+        ((WEIGHT, "@P0 BRA `(.L_1)", "LDC.64 R2, c[0x0][0x228]", ".L_1:", LOAD, "EXIT"), "slot 3"),
+        ((WEIGHT, "CALL.REL.NOINC `(f)", LOAD, "EXIT", "f:", "RET.REL.NODEC R6 `(k)"), "cannot be traced"),
+        (("ULDC.64 UR6, c[0x0][0x230]", "UTMALDG.2D [UR8], [UR6], desc[UR4]", "EXIT"), "slot 4"),
+        (("ULDC.64 UR6, c[0x0][0x230]", "UBLKCP.S.G [UR8], [UR6], UR7", "EXIT"), "slot 4"),
+    ],
+)
+def test_unsound_code_is_found(code: tuple[str, ...], message: str) -> None:
+    findings = lint_kernel(kernel(*code), MADE_UP).findings
+    assert any(message in str(finding) for finding in findings), findings
