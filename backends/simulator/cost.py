@@ -1,14 +1,21 @@
-"""What a kernel of a launch plan costs in the model's terms: pure formulas over the op kinds."""
+"""What one CTA of a kernel costs in the model's terms: pure formulas over the op kinds.
+
+Tensor shapes, domains and weight bytes give what moves and what is computed. Kinds of ops without loaders have a fixed
+latency each in the calibration; one that it does not name gets the entry for others, which its bytes add to.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import ceil, prod
 
-from backends.plan.launches import KernelNode
-from backends.simulator.calibration import Calibration
-from workloads.graph import OpGraph
+from backends.plan.launches import POINTS, KernelNode, LaunchPlan
+from backends.simulator.calibration import OTHER, Calibration
+from backends.simulator.slots import Demand
+from workloads.graph import DTYPE_BYTES, Op, OpGraph, Role
 from workloads.ops import KINDS
-from workloads.ops.base import K_BLOCK
+from workloads.ops.base import Tiling
 
 
 @dataclass(frozen=True)
@@ -17,50 +24,117 @@ class KernelCost:
 
     Attributes:
         ctas: of the grid.
-        footprint: share of one multiprocessor that a resident CTA takes.
-        per_sm: most CTAs of this kernel on one multiprocessor.
-        stream_bytes: bytes from HBM of one CTA.
+        demand: what a resident CTA takes.
+        set_up_us: from the first instruction to the first copy.
+        stream_bytes: weights and old cache entries.
+        ring_bytes: of these, what may be in flight or landed unused.
         ahead_bytes: of these, what may be issued before the wait.
-        rate_cap: most bytes per microsecond of one CTA, from its bytes in flight.
-        set_up_us: before the first copy.
-        body_us: after the wait and the stream: compute and stores.
-        input_us: after the wait, before the rest of the stream counts.
+        input_bytes: from L2, what other ops wrote.
+        input_latency_us: from the wait to the first of them on chip, nothing queued.
+        flow_rate: most bytes per microsecond, from the bytes in flight.
+        compute_rate: most bytes per microsecond of a whole multiprocessor that its math keeps up with.
+        hbm_share: of the streamed bytes, those that come from HBM; token tiles share weights through L2.
+        l2_share: bytes through L2 per streamed byte: one, and the inputs that flow beside it.
+        body_us: from the last bytes on chip to the last store, math left out.
+        math_us: math on one ring of bytes, alone on its multiprocessor.
+        loaders: whether weights and inputs flow side by side.
     """
 
     ctas: int
-    footprint: float
-    per_sm: int
-    stream_bytes: float
-    ahead_bytes: float
-    rate_cap: float
+    demand: Demand
     set_up_us: float
+    stream_bytes: float
+    ring_bytes: float
+    ahead_bytes: float
+    input_bytes: float
+    input_latency_us: float
+    flow_rate: float
+    compute_rate: float
+    hbm_share: float
+    l2_share: float
     body_us: float
-    input_us: float
+    math_us: float
+    loaders: bool
 
 
-def kernel_cost(graph: OpGraph, node: KernelNode, calibration: Calibration) -> KernelCost:
-    """Cost of one node under a calibration."""
-    op = graph.ops[node.op]
-    kind, gpu, tiling = KINDS[op.kind], calibration.gpu, node.binary.tiling
-    bounds = tiling.ctas_per_sm if kind.tiled else 2
-    shared = (node.shared_bytes + gpu.reserved_shared) / gpu.shared_per_sm
-    footprint = max(shared, node.threads / gpu.threads_per_sm, 1 / max(bounds, 1) if kind.loaders else 1 / 8)
-    stream = kind.weight_bytes(op, graph) / node.ctas
-    ring = float(tiling.stages * tiling.rows * K_BLOCK) if kind.loaders else stream
-    ahead = min(stream, ring, float(node.w_ahead * tiling.rows * K_BLOCK)) if kind.loaders else stream
-    if node.wait != 0:
-        ahead = 0.0
-    slow = 1.0 + (calibration.unpack_share if tiling.core == "mma_sync" and kind.flops(op, graph) else 0.0)
-    waves = max(1.0, node.ctas / gpu.sm_count)
-    compute = kind.flops(op, graph) / calibration.mma_flops / waves
+def kernel_cost(graph: OpGraph, node: KernelNode, splits: Mapping[str, int], calibration: Calibration) -> KernelCost:
+    """Cost of one node of a launch plan; `splits` as `splits_of` gives them."""
+    op, c, tiling = graph.ops[node.op], calibration, node.binary.tiling
+    kind = KINDS[op.kind]
+    # CTAs of other token tiles read the same weights: the first brings them into L2.
+    reuse = node.grid[2] if "weight" in op.reads and kind.flops(op, graph) else 1
+    stream = kind.weight_bytes(op, graph) * reuse / node.ctas
+    # Loaders run a ring of `stages`; without a split K they hold all of their tile at once. Row ops hold all of theirs.
+    stage, ring = stream, stream
+    if kind.loaders and node.k_blocks > 1:
+        stage = stream / max(1, ceil(node.k_blocks / node.splits))
+        ring = min(stream, tiling.stages * stage)
+    inputs = _input_bytes(graph, op, replace(tiling, split_k=node.splits), splits)
+    flops = kind.flops(op, graph) / node.ctas
+    compute = _compute_rate(stream, flops, node, c)
+    fixed = c.tail_us if kind.loaders else c.row_us.get(op.kind, c.row_us[OTHER])
+    ahead = min(ring, node.w_ahead * stage) if kind.loaders else ring
     return KernelCost(
         ctas=node.ctas,
-        footprint=min(footprint, 1.0),
-        per_sm=max(1, int(1 / footprint)),
-        stream_bytes=stream * slow,
-        ahead_bytes=ahead * slow,
-        rate_cap=max(ring, 1.0) / calibration.load_latency_us,
-        set_up_us=calibration.set_up_us if kind.loaders else 0.1,
-        body_us=(calibration.tail_us if kind.loaders else calibration.row_us) + compute,
-        input_us=calibration.input_us if kind.loaders else 0.0,
+        demand=_demand(node, kind.loaders, bool(flops), c),
+        set_up_us=c.set_up_us if kind.loaders else c.row_set_up_us,
+        stream_bytes=stream,
+        ring_bytes=ring,
+        ahead_bytes=0.0 if node.wait != POINTS["none"] else ahead,
+        input_bytes=inputs,
+        input_latency_us=c.input_latency_us if kind.loaders else c.row_latency_us,
+        flow_rate=max(ring, 1024.0) / (c.load_latency_us if kind.loaders else c.row_latency_us),
+        compute_rate=compute,
+        hbm_share=1.0 / reuse,
+        l2_share=1.0 + (inputs / stream if kind.loaders and stream else 0.0),
+        body_us=fixed,
+        math_us=ring / compute,
+        loaders=kind.loaders,
     )
+
+
+def splits_of(graph: OpGraph, plan: LaunchPlan) -> dict[str, int]:
+    """Split count of every partial tensor of a plan."""
+    return {
+        tensor: node.splits
+        for node in plan.nodes
+        for tensor in graph.ops[node.op].writes.values()
+        if graph.tensors[tensor].role is Role.PARTIAL
+    }
+
+
+def _input_bytes(graph: OpGraph, op: Op, tiling: Tiling, splits: Mapping[str, int]) -> float:
+    """Bytes that the first tile reads of what others write; caches left out, whose old entries are streamed."""
+    kind = KINDS[op.kind]
+    tile = kind.domain(op, graph, tiling).tile(0)
+    return float(
+        sum(
+            prod(high - low for low, high in region.box) * DTYPE_BYTES[graph.tensors[region.tensor].dtype]
+            for region in kind.reads(op, graph, tiling, tile, splits)
+            if graph.tensors[region.tensor].role is not Role.STATE
+        )
+    )
+
+
+def _demand(node: KernelNode, loaders: bool, multiplies: bool, c: Calibration) -> Demand:
+    """Room of one CTA: registers as the core needs them, at most what the launch bounds leave."""
+    tiling, gpu = node.binary.tiling, c.gpu
+    core = tiling.core if loaders and multiplies else "row"
+    needed = c.registers[core] + (c.token_registers * max(tiling.block_m - 16, 0) if loaders else 0.0)
+    most = gpu.registers_per_sm // (node.threads * max(tiling.ctas_per_sm, 1)) // 8 * 8
+    registers = min(ceil(needed / 8) * 8, most, 255) * node.threads
+    return Demand(node.threads, node.shared_bytes + gpu.reserved_shared, registers)
+
+
+def _compute_rate(stream: float, flops: float, node: KernelNode, c: Calibration) -> float:
+    """Streamed bytes per microsecond that one multiprocessor's math keeps up with."""
+    if not flops or not stream:
+        return float("inf")
+    tiling = node.binary.tiling
+    if tiling.core == "wgmma":
+        return stream / flops * c.wgmma_flops
+    rate = stream / flops * c.mma_flops
+    if node.binary.kind.startswith("gemm_fp8"):
+        # Weights are unpacked once, tokens once per 16 weight rows.
+        rate = min(rate, c.unpack_bytes / (1.0 + tiling.block_m / 16))
+    return rate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from backends.base import DeviceInfo, Executable, SessionSpec, Verdict
@@ -12,15 +12,16 @@ from backends.errors import UnsafePlan
 from backends.measure.protocol import Protocol
 from backends.plan import launches
 from backends.plan.verify import verify as verify_plan
-from backends.simulator.calibration import load
-from backends.simulator.model import Timeline, predict
+from backends.simulator.calibration import Calibration, load
+from backends.simulator.model import Model
+from backends.simulator.timeline import Timeline
 from search_spaces.cmp import CmpSpace
 from search_spaces.config import Config, MegakernelConfig, numerics_key
 from search_spaces.errors import IllegalConfig
 from workloads import registry
 from workloads.ops import compulsory_bytes
 
-MODEL_VERSION = 1
+MODEL_VERSION = 2
 TIMER_US = 0.032  # step of the timer that real readings come from
 NOISE = 0.005  # relative spread of the made-up reading noise
 
@@ -47,27 +48,35 @@ class SimulatedSession:
         graph = workload.graph(workload.shape(spec.params))
         self.graph = graph.subgraph(spec.ops) if spec.ops else graph
         self.space = CmpSpace(self.graph, self.calibration.gpu)
+        self._model = Model(self.graph, self._rates(spec.l2))
         self.info = DeviceInfo(self.calibration.gpu, True, f"sim-{self.calibration.name}", {})
         self.protocol: dict[str, Any] = {
             **Protocol(l2=spec.l2).describe(),
             "timer": "predicted",
             "model": MODEL_VERSION,
             "calibration": self.calibration.name,
-            "source_hash": f"model{MODEL_VERSION}",
+            "source_hash": f"model{MODEL_VERSION}-{self.calibration.digest}",
         }
         self._round = 0
+
+    def _rates(self, l2: str) -> Calibration:
+        """The calibration, or with `warm` one whose weights come from L2, if L2 holds them."""
+        c = self.calibration
+        if l2 != "warm" or compulsory_bytes(self.graph) > c.gpu.l2_bytes:
+            return c
+        return replace(c, hbm_bytes_per_us=c.l2_bytes_per_us, load_latency_us=c.input_latency_us)
 
     def prepare(self, config: Config) -> SimulatedExecutable:
         """See `Session.prepare`."""
         if isinstance(config, MegakernelConfig):
-            raise IllegalConfig("backend megakernel has no model on a simulated device: use cmp")
+            raise IllegalConfig("backend megakernel: queue plans have no model on a simulated device, use cmp")
         self.space.check(config)
         plan = launches.lower(self.graph, config, self.calibration.gpu.arch)
         verdict = verify_plan(self.graph, plan)
         if not verdict.passed:
             raise UnsafePlan(verdict.message)
         key = numerics_key(self.graph, config, self.calibration.gpu.arch)
-        return SimulatedExecutable(plan, plan.key(), key, predict(self.graph, plan, self.calibration))
+        return SimulatedExecutable(plan, plan.key(), key, self._model.predict(plan))
 
     def verify(self, executable: Executable) -> Verdict:
         """The plan's proof: nothing runs, so no output can be checked."""
@@ -84,7 +93,7 @@ class SimulatedSession:
 
     def floor_us(self) -> float:
         """Time to stream the compulsory bytes at the modelled rate."""
-        return self.calibration.start_us + compulsory_bytes(self.graph) / self.calibration.hbm_rate
+        return self._model.floor_us(compulsory_bytes(self.graph))
 
     def close(self) -> None:
         """Holds nothing."""
