@@ -131,8 +131,8 @@ def machine(device: str | None) -> Machine:
     constants = calibration.load(name)
     handoffs = (Gap("ordinary", constants.ordinary_us), Gap("programmatic", constants.early_us))
     return Machine(
-        name=f"{device}, {constants.hbm_rate / 1e6:.2f} TB/s reached",
-        bytes_per_us=constants.hbm_rate,
+        name=f"{device}, {constants.hbm_bytes_per_us / 1e6:.2f} TB/s reached",
+        bytes_per_us=constants.hbm_bytes_per_us,
         cpu_launch_us=H100.cpu_launch_us,
         launched_gap_us=constants.ordinary_us,
         gaps=(*ASSUMED_GAPS, *handoffs),
