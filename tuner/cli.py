@@ -20,8 +20,9 @@ from results import best, compare, estimate, paths
 from results.best import BestKeptWarning
 from results.record import Outcome
 from search_spaces.cmp import Choice, CmpSpace
-from search_spaces.config import CmpConfig, Config, from_json, tiling_of
+from search_spaces.config import from_json
 from tuner.confirm import Finalist
+from tuner.describe import describe_config
 from tuner.devices import default_device, device_label, gpu_record
 from tuner.errors import OptionError
 from tuner.identity import shape_key
@@ -235,6 +236,7 @@ def _published(arguments: argparse.Namespace, every_shape: bool) -> list[tuple[P
 
 
 def _best(arguments: argparse.Namespace) -> int:
+    graph = graph_of(_spec(arguments))
     for path, place, entry in _published(arguments, every_shape=False):
         unit = "us, predicted" if entry.simulated else "us"
         low, high = entry.interval_us
@@ -244,7 +246,7 @@ def _best(arguments: argparse.Namespace) -> int:
         print(f"  numerics {entry.numerics_key}")
         print(f"  study {entry.study}")
         print(f"  from {path} ({place.origin})")
-        for line in describe_config(from_json(entry.config)):
+        for line in describe_config(from_json(entry.config), graph):
             print(f"  {line}")
     return OK
 
@@ -291,7 +293,7 @@ def _report(result: StudyResult) -> None:
     else:
         print("best        no significant gain over the default, which is published")
     print(f"numerics    {record.numerics_key}")
-    for line in describe_config(result.config):
+    for line in describe_config(result.config, graph_of(result.spec)):
         print(f"  {line}")
 
 
@@ -301,23 +303,6 @@ def _row(finalist: Finalist, won: bool, unit: str) -> str:
         return f"{record.outcome.value}: {record.message}"
     text = f"{record.span_us:.3f} {unit}, {record.ratio:.4f} of the default ({finalist.low:.4f} to {finalist.high:.4f})"
     return f"{text} *" if won else text
-
-
-def describe_config(config: Config) -> list[str]:
-    """A config for people: one line per op in launch order, then the edges that are programmatic."""
-    lines = []
-    for place, name in enumerate(config.order):
-        tiling = tiling_of(config, name)
-        text = f"{name:<4} {tiling.core} {tiling.block_m}x{tiling.rows} split {tiling.split_k} stages {tiling.stages}"
-        text += f" ctas/SM {tiling.ctas_per_sm}"
-        if isinstance(config, CmpConfig):
-            s = config.ops[name]
-            text += f"  stream {config.streams[place]} trigger {s.trigger} wait {s.wait} ahead {s.w_ahead}"
-            text += f" priority {s.priority}"
-        lines.append(text)
-    if isinstance(config, CmpConfig):
-        lines.append("programmatic: " + (" ".join(sorted(f"{p}>{c}" for p, c in config.programmatic)) or "none"))
-    return lines
 
 
 if __name__ == "__main__":

@@ -1,0 +1,44 @@
+"""A config in words: what was chosen per op, and which edges are programmatic."""
+
+from __future__ import annotations
+
+from search_spaces.config import CmpConfig, Config, OpSchedule, tiling_of
+from workloads.graph import OpGraph
+from workloads.ops import KINDS
+
+MOST_LINES = 16
+MOST_EDGES = 32
+
+
+def describe_config(config: Config, graph: OpGraph) -> list[str]:
+    """One line per op in launch order, then the programmatic edges; long chains are cut and say by how much.
+
+    Only what an op can be tuned by is shown: a row op has no tiling to speak of.
+    """
+    width = max(len(name) for name in config.order)
+    lines = [f"{name:<{width}}  {_op(config, graph, place)}" for place, name in enumerate(config.order)]
+    if len(lines) > MOST_LINES:
+        lines = [*lines[:MOST_LINES], f"... and {len(lines) - MOST_LINES} ops more, all of them in the stored config"]
+    if isinstance(config, CmpConfig):
+        lines.append("programmatic: " + _edges(config))
+    return lines
+
+
+def _op(config: Config, graph: OpGraph, place: int) -> str:
+    name = config.order[place]
+    op, tiling, schedule = graph.ops[name], tiling_of(config, name), config.ops[name]
+    kind = KINDS[op.kind]
+    words = [f"{field} {getattr(tiling, field)}" for field in kind.tunables(op, graph)] if kind.tiled else []
+    if isinstance(config, CmpConfig) and isinstance(schedule, OpSchedule):
+        words += [f"stream {config.streams[place]}", f"trigger {schedule.trigger}", f"wait {schedule.wait}"]
+        if kind.loaders:
+            words.append(f"w_ahead {schedule.w_ahead}")
+        words.append(f"priority {schedule.priority}")
+    return ", ".join(words)
+
+
+def _edges(config: CmpConfig) -> str:
+    edges = sorted(f"{producer}>{consumer}" for producer, consumer in config.programmatic)
+    if len(edges) > MOST_EDGES:
+        return f"{' '.join(edges[:MOST_EDGES])} ... and {len(edges) - MOST_EDGES} more"
+    return " ".join(edges) or "none"
