@@ -6,6 +6,7 @@ SpantuneError
 |  +- SessionRefused    the measuring process could not open what was asked for
 +- TunerError
    +- DeviceBusy        another process measures on the same GPU
+   +- StorageBusy       another process runs the same study on the same journal
    +- StudyFailed       the reference config or the measuring process fails, so that no ratio exists
 """
 
@@ -28,6 +29,10 @@ class TunerError(SpantuneError):
 
 class DeviceBusy(TunerError):
     """Another process holds the measuring lock of the GPU."""
+
+
+class StorageBusy(TunerError):
+    """Another process runs this study: both would measure what the other has measured."""
 
 
 class StudyFailed(TunerError):

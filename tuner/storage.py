@@ -12,7 +12,8 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from results.record import Outcome, TrialRecord
-from tuner.errors import OptionError
+from tuner.errors import OptionError, StorageBusy
 from tuner.sampling import BAD_VALUE, Point
 
 DEFAULT_FOLDER = Path(".spantune") / "studies"
@@ -88,6 +89,32 @@ class TrialStore:
         """Ends trials that another program left running: they would repel the sampler for ever."""
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             self._study.tell(trial.number, state=TrialState.FAIL)
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Keeps other processes from running studies on the same journal. The kernel drops the claim of a dead one.
+
+        Databases are not claimed: they are for many writers.
+
+        Raises:
+            StorageBusy: another process holds the journal.
+        """
+        if self.location.scheme != "journal":
+            yield
+            return
+        descriptor = os.open(f"{self.location.target}.run", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            where = self.location.target
+            raise StorageBusy(
+                f"another process runs a study on {where}: wait for it, or name another --storage"
+            ) from error
+        try:
+            yield
+        finally:
+            os.close(descriptor)
 
     def load(self) -> list[tuple[Point, TrialRecord]]:
         """Every finished trial with its point, oldest first; trials without a record are left out."""

@@ -169,7 +169,7 @@ class _Study:
 
     def run(self) -> StudyResult:
         """Reads the floor, searches, confirms."""
-        with StopFlag() as stop:
+        with self._store.claimed(), StopFlag() as stop:
             floor_us = self._floor(stop)
             self._store.describe(self._facts(floor_us))
             search = self._search(stop)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import optuna
@@ -14,7 +16,7 @@ from search_spaces.config import to_json
 from tests.tuner_tests.test_sampling import SMALL
 from tuner import devices
 from tuner.devices import DeviceLock, check_device
-from tuner.errors import DeviceBusy, OptionError
+from tuner.errors import DeviceBusy, OptionError, StorageBusy
 from tuner.sampling import distributions
 from tuner.storage import DEFAULT_FOLDER, Location, TrialStore, file_name, older_winners, parse_location
 from workloads.errors import InputError
@@ -154,3 +156,26 @@ def test_simulated_devices_need_no_lock() -> None:
     lock = DeviceLock("sim:b300")
     assert lock.descriptors() == ()
     lock.release()
+
+
+def test_a_journal_is_claimed_by_one_process_and_free_when_it_dies(tmp_path: Path) -> None:
+    location = parse_location(f"journal:{tmp_path}/s.journal", "s")
+    code = (
+        "import sys, time; from tuner.storage import TrialStore, parse_location\n"
+        "store = TrialStore(parse_location(sys.argv[1], 's'), 's')\n"
+        "with store.claimed():\n    print('held', flush=True); time.sleep(60)\n"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code, f"journal:{tmp_path}/s.journal"], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        store = TrialStore(location, "s")
+        with pytest.raises(StorageBusy, match="another process runs a study on .*s.journal"), store.claimed():
+            pass
+    finally:
+        holder.kill()
+        holder.communicate()
+    with store.claimed():
+        pass
+    with store.claimed():
+        pass
