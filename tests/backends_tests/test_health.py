@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 
 from backends.cuda.health import Health, Reading, judge
@@ -36,3 +38,22 @@ def test_without_nvml_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) -> Non
     health = Health("00" * 16)
     assert health.read() is None
     assert health.disturbance() is None
+
+
+class FakeNvml:
+    """The one entry point that tells the driver's release."""
+
+    @staticmethod
+    def nvmlSystemGetDriverVersion(text: ctypes.Array[ctypes.c_char], size: int) -> int:  # noqa: N802 - NVML's name
+        assert size == len(text)
+        text.value = b"580.95.05"
+        return 0
+
+
+def test_versions_name_the_driver_release_and_the_libraries() -> None:
+    from backends.cuda.session import _versions
+
+    health = Health("00" * 16)
+    assert _versions("13.0", health.driver()).keys() >= {"driver_cuda", "nvrtc", "python", "torch", "numpy"}
+    health._nvml = FakeNvml()
+    assert _versions("13.0", health.driver())["driver"] == "580.95.05"
