@@ -62,9 +62,6 @@ class CmpConfig:
 
     backend = "cmp"
 
-    def stream_of(self, op: str) -> int:
-        return self.streams[self.order.index(op)]
-
 
 @dataclass(frozen=True)
 class MegakernelConfig:

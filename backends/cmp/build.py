@@ -56,6 +56,25 @@ def build_graph(
         GraphMismatch: the driver holds other edges than the plan.
     """
     graph = driver.Graph()
+    try:
+        _fill(graph, plan, kernels, addresses, maps, bracket, delay_us)
+        graph.instantiate(stream)
+    except BaseException:
+        graph.close()
+        raise
+    return graph
+
+
+def _fill(
+    graph: driver.Graph,
+    plan: LaunchPlan | None,
+    kernels: Kernels,
+    addresses: Mapping[str, int],
+    maps: MapCache,
+    bracket: Bracket | None,
+    delay_us: int,
+) -> None:
+    """Adds nodes and edges, then reads the edges back."""
     wanted: set[tuple[int, int, bool]] = set()
     nodes: list[Any] = []
 
@@ -92,10 +111,7 @@ def build_graph(
             edge(first, end)
     found = graph.edges()
     if found != wanted:
-        graph.close()
         raise GraphMismatch(f"the graph holds {len(found)} edges, {len(found ^ wanted)} of them unlike the plan's")
-    graph.instantiate(stream)
-    return graph
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from workloads.ops.base import TensorMapSpec
 MIN_CAPABILITY = (9, 0)
 USE_NODE_PRIORITY = 8  # CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY; without it priorities are ignored
 PORT_PROGRAMMATIC = 1  # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
-ELEMENT_BYTES = {"u8": 1, "bf16": 2, "f32": 4}
 
 
 @lru_cache(maxsize=1)

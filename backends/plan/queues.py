@@ -22,7 +22,6 @@ MAX_WAITS = 6
 MAX_SIGNALS = 4
 WAIT_WORD = 12
 SIGNAL_WORD = 24
-NO_OP = 0
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class QueuePlan:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def instructions(self) -> array[int]:
-        """The instruction tensor [workers, max_queue, 32] as uint32, padded with no-ops."""
+        """The instruction tensor [workers, max_queue, 32] as uint32, padded with zeros: opcode 0 does nothing."""
         opcodes = {spec: i + 1 for i, spec in enumerate(self.distinct_specs())}
         words = array("I", bytes(4 * self.workers * self.max_queue * WORDS))
         rows = {op: i for i, op in enumerate(self.ops)}

@@ -21,8 +21,6 @@ MATH_THREADS = 256
 LOADER_THREADS = 64
 K_BLOCK = 128  # values of K per k-block, and per scale
 
-CORES = ("mma_sync", "wgmma")
-
 
 @dataclass(frozen=True)
 class Tiling:
