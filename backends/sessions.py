@@ -31,7 +31,7 @@ def build_ahead(spec: SessionSpec) -> int:
     graph = workload.graph(workload.shape(spec.params))
     space = CmpSpace(graph.subgraph(spec.ops) if spec.ops else graph, read_record(int(match.group(1))))
     keys = space_binaries(space)
-    build_all((grid_source(key), key.arch) for key in keys)
+    build_all((grid_source((key,)), key.arch) for key in keys)
     return len(keys)
 
 

@@ -73,6 +73,10 @@ class Probe:
         return [medians[i : i + 4] for i in range(0, 4 * NODES, 4)]
 
 
+def _kind(programmatic: bool) -> str:
+    return "programmatic" if programmatic else "ordinary"
+
+
 def run(probe: Probe) -> dict[str, float]:
     """All questions; see the names for the answers."""
     found: dict[str, float] = {}
@@ -81,7 +85,7 @@ def run(probe: Probe) -> dict[str, float]:
         graph = driver.Graph()
         a = probe.add(graph, 0, before=3, triggers=1, after=10)
         b = probe.add(graph, 1, waits=1, parents=(0,))
-        graph.add_edge(a, b, programmatic=programmatic)
+        graph.add_edge(a, b, _kind(programmatic))
         assert graph.edges() == {(0, 1, programmatic)}
         first, second = probe.replay(graph)[:2]
         found[f"{name}/start_after_trigger"] = second[0] - first[1]
@@ -97,9 +101,9 @@ def run(probe: Probe) -> dict[str, float]:
         b = probe.add(graph, 2, before=5, triggers=1, after=12)
         c = probe.add(graph, 3, waits=1, parents=(1, 2))
         for child in (a, b):
-            graph.add_edge(root, child, programmatic=False)
-        graph.add_edge(a, c, programmatic=kinds[0])
-        graph.add_edge(b, c, programmatic=kinds[1])
+            graph.add_edge(root, child)
+        graph.add_edge(a, c, _kind(kinds[0]))
+        graph.add_edge(b, c, _kind(kinds[1]))
         rows = probe.replay(graph)
         found[f"{name}/start_after_later_trigger"] = rows[3][0] - max(rows[1][1], rows[2][1])
         found[f"{name}/start_after_first_end"] = rows[3][0] - rows[1][3]
@@ -107,23 +111,23 @@ def run(probe: Probe) -> dict[str, float]:
     graph = driver.Graph()
     root = probe.add(graph, 0, before=3, triggers=1, after=10)
     for number in (1, 2, 3):
-        graph.add_edge(root, probe.add(graph, number, waits=1, parents=(0,)), programmatic=True)
+        graph.add_edge(root, probe.add(graph, number, waits=1, parents=(0,)), "programmatic")
     rows = probe.replay(graph)
     for number in (1, 2, 3):
         found[f"fan_out/{number}_start_after_trigger"] = rows[number][0] - rows[0][1]
     graph = driver.Graph()
     root = probe.add(graph, 0)
-    graph.add_edge(root, probe.add_occupy(graph, 1, 20, 0), programmatic=False)
-    graph.add_edge(root, probe.add(graph, 2, before=3), programmatic=False)
+    graph.add_edge(root, probe.add_occupy(graph, 1, 20, 0))
+    graph.add_edge(root, probe.add(graph, 2, before=3))
     late = probe.add_occupy(graph, 3, 5, 150 * 1024)
-    graph.add_edge(root, late, programmatic=False)
+    graph.add_edge(root, late)
     rows = probe.replay(graph)
     found["carve_out/large_starts_before_small_ends"] = rows[1][3] - rows[3][0]
     for name, priorities in (("first_high", (2, 0)), ("second_high", (0, 2))):
         graph = driver.Graph()
         root = probe.add(graph, 0)
         for number, priority in ((1, priorities[0]), (2, priorities[1])):
-            graph.add_edge(root, probe.add_occupy(graph, number, 10, 180 * 1024, priority), programmatic=False)
+            graph.add_edge(root, probe.add_occupy(graph, number, 10, 180 * 1024, priority))
         rows = probe.replay(graph)
         found[f"priority/{name}_second_minus_first"] = rows[2][0] - rows[1][0]
     host = ctypes.c_int(0)

@@ -11,9 +11,12 @@ import heapq
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from search_spaces.config import (
+    EDGES,
     NO_LIMIT_AHEAD,
+    PREFETCH_POINTS,
     PRIORITIES,
     TRIGGERS,
     WAITS,
@@ -29,6 +32,8 @@ from workloads.ops.base import Tiling
 
 MAX_STREAMS = 4
 W_AHEAD = (NO_LIMIT_AHEAD, 4, 2, 0)
+PREFETCH_KIB = (256, 1024, 4096)
+LEAST_PREFETCHED = 1 << 20  # bytes of weights below which nothing is worth bringing into L2
 Value = int | float | str
 
 
@@ -73,12 +78,28 @@ class CmpSpace:
                 yield Choice(f"{op.name}.wait", tuple(reversed(WAITS)))
                 if kind.loaders and kind.tiled:
                     yield Choice(f"{op.name}.w_ahead", W_AHEAD)
+            if kind.loaders and kind.tiled:
+                yield Choice(f"{op.name}.grid_cap", (0, self.gpu.sm_count, self.gpu.sm_count // 2))
+            hosts = hosts_of(self.graph, op.name)
+            if hosts:
+                yield Choice(f"{op.name}.host", ("", *hosts))
             yield Choice(f"{op.name}.stream", tuple(range(MAX_STREAMS)))
             yield Choice(f"{op.name}.priority", PRIORITIES)
             yield Priority(f"{op.name}.order")
         for producer, consumer in self.graph.op_edges():
-            yield Choice(f"{producer}>{consumer}.edge", ("programmatic", "ordinary"))
-        yield Choice("stream_edges", ("programmatic", "ordinary"))
+            yield Choice(f"{producer}>{consumer}.edge", EDGES)
+        yield Choice("stream_edges", EDGES[:2])
+        yield from self._prefetches()
+
+    def _prefetches(self) -> Iterable[Dimension]:
+        """One op that brings a later op's weights into L2: a careless prefetch costs more than it wins."""
+        by = tuple(name for name, op in self.graph.ops.items() if not KINDS[op.kind].loaders)
+        of = tuple(name for name, op in self.graph.ops.items() if _streams(self.graph, op.name))
+        if len(by) > 1 and of:
+            yield Choice("prefetch.of", ("", *of))
+            yield Choice("prefetch.by", by)
+            yield Choice("prefetch.kib", PREFETCH_KIB)
+            yield Choice("prefetch.at", PREFETCH_POINTS)
 
     def decode(self, point: Mapping[str, Value]) -> CmpConfig:
         """The config of a point; dimensions that a point lacks take their default."""
@@ -86,10 +107,12 @@ class CmpSpace:
         ops = {name: self._schedule(name, point) for name in self.graph.ops}
         streams = relabel(tuple(int(point.get(f"{name}.stream", i)) for i, name in enumerate(order)))
         data = set(self.graph.op_edges())
-        programmatic = {e for e in data if point.get(f"{e[0]}>{e[1]}.edge", "programmatic") == "programmatic"}
+        kinds = {e: point.get(f"{e[0]}>{e[1]}.edge", "programmatic") for e in data}
+        programmatic = {e for e, kind in kinds.items() if kind == "programmatic"}
         if point.get("stream_edges", "programmatic") == "programmatic":
             programmatic |= stream_edges(order, streams) - data
-        return CmpConfig(ops, order, streams, frozenset(programmatic))
+        begun = frozenset(e for e, kind in kinds.items() if kind == "launch_completion")
+        return CmpConfig(ops, order, streams, frozenset(programmatic), begun)
 
     def _schedule(self, name: str, point: Mapping[str, Value]) -> OpSchedule:
         op = self.graph.ops[name]
@@ -104,7 +127,17 @@ class CmpSpace:
             wait=str(point.get(f"{name}.wait", fallback.wait)),
             w_ahead=int(point.get(f"{name}.w_ahead", fallback.w_ahead)),
             priority=int(point.get(f"{name}.priority", fallback.priority)),
+            host=str(point.get(f"{name}.host", "")),
+            grid_cap=int(point.get(f"{name}.grid_cap", 0)),
+            **self._prefetch(name, point),
         )
+
+    @staticmethod
+    def _prefetch(name: str, point: Mapping[str, Value]) -> dict[str, Any]:
+        of = str(point.get("prefetch.of", ""))
+        if not of or point["prefetch.by"] != name:
+            return {}
+        return {"prefetch_of": of, "prefetch_kib": int(point["prefetch.kib"]), "prefetch_at": str(point["prefetch.at"])}
 
     def _order(self, keys: Mapping[str, float]) -> tuple[str, ...]:
         """List scheduling by key: the highest key among ready ops goes first, names break ties."""
@@ -136,6 +169,16 @@ class CmpSpace:
             reason = self.refusal(name, schedule.tiling)
             if reason is not None:
                 raise IllegalConfig(reason)
+        for host, names in config.launches().items():
+            for name in names[1:]:
+                if name not in self.graph.ops or host not in hosts_of(self.graph, name):
+                    raise IllegalConfig(
+                        f"{name}: cannot share the launch of {host}, use {_hosts_text(self.graph, name)}"
+                    )
+            shared = max(self._shared(name, config.ops[name].tiling) for name in names)
+            ctas = min(config.ops[name].tiling.ctas_per_sm for name in names)
+            if self.gpu.ctas_by_shared(shared) < ctas:
+                raise IllegalConfig(self._no_room("+".join(names), ctas, shared))
 
     def refusal(self, name: str, tiling: Tiling) -> str | None:
         """Why this GPU cannot hold an op under a tiling, or None."""
@@ -144,17 +187,45 @@ class CmpSpace:
         reason = kind.illegal(op, self.graph, tiling)
         if reason is None and tiling.core not in self.gpu.cores():
             reason = f"{name}: core {tiling.core} does not run on {self.gpu.arch}"
-        shared = kind.shared_bytes(op, tiling)
+        shared = self._shared(name, tiling)
         if reason is None and self.gpu.ctas_by_shared(shared) < tiling.ctas_per_sm:
-            reason = (
-                f"{name}: {tiling.ctas_per_sm} CTAs of {shared} bytes of shared memory do not fit "
-                f"{self.gpu.shared_per_sm} bytes of one multiprocessor"
-            )
+            reason = self._no_room(name, tiling.ctas_per_sm, shared)
         return reason
+
+    def _shared(self, name: str, tiling: Tiling) -> int:
+        op = self.graph.ops[name]
+        return KINDS[op.kind].shared_bytes(op, tiling)
+
+    def _no_room(self, name: str, ctas: int, shared: int) -> str:
+        return (
+            f"{name}: {ctas} CTAs of {shared} bytes of shared memory do not fit "
+            f"{self.gpu.shared_per_sm} bytes of one multiprocessor"
+        )
 
     def digest_text(self) -> str:
         """What the space's hash is made from."""
         return repr((self.graph.digest(), self.gpu.arch, self.gpu.sm_count, self.dimensions))
+
+
+def hosts_of(graph: OpGraph, name: str) -> tuple[str, ...]:
+    """Ops whose launch an op may share: earlier ones with loaders that wait for the very same producers."""
+    parents: dict[str, set[str]] = {op: set() for op in graph.ops}
+    for producer, consumer in graph.op_edges():
+        parents[consumer].add(producer)
+    earlier = list(graph.ops)[: list(graph.ops).index(name)]
+    return tuple(
+        op for op in earlier if parents[name] and parents[op] == parents[name] and KINDS[graph.ops[op].kind].loaders
+    )
+
+
+def _hosts_text(graph: OpGraph, name: str) -> str:
+    return " or ".join(hosts_of(graph, name)) or "a launch of its own"
+
+
+def _streams(graph: OpGraph, name: str) -> bool:
+    """Whether an op streams weights that are worth bringing into L2 ahead of it."""
+    op = graph.ops[name]
+    return "weight" in op.reads and graph.tensors[op.tensor("weight")].bytes >= LEAST_PREFETCHED
 
 
 def stream_edges(order: tuple[str, ...], streams: tuple[int, ...]) -> set[tuple[str, str]]:

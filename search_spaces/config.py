@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -23,6 +23,8 @@ TRIGGERS = ("none", "entry", "set_up", "weights_issued", "inputs_read", "stored"
 WAITS = ("entry", "after_setup", "a_loader_only")
 NO_LIMIT_AHEAD = 64  # more than any ring: every stage may be issued before the wait
 PRIORITIES = (0, 1, 2)  # node priority, higher runs first
+EDGES = ("programmatic", "ordinary", "launch_completion")
+PREFETCH_POINTS = ("entry", "weights_issued", "inputs_read", "stored")
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,11 @@ class OpSchedule:
         wait: `entry`, `after_setup`, or `a_loader_only` (only the acquires that every kernel makes).
         w_ahead: W stages that may be issued before the wait.
         priority: node priority, 0 to 2.
+        host: op whose launch this op shares, or empty for a launch of its own. Tiles of both run side by side.
+        grid_cap: CTAs at most; each then takes several tiles in turn. 0 means one CTA a tile.
+        prefetch_of: op whose first weights this op brings into L2 on its way, or empty.
+        prefetch_kib: KiB of them, over the whole launch.
+        prefetch_at: program point at which each CTA issues its share.
     """
 
     tiling: Tiling = Tiling()
@@ -42,6 +49,11 @@ class OpSchedule:
     wait: str = "a_loader_only"
     w_ahead: int = NO_LIMIT_AHEAD
     priority: int = 0
+    host: str = ""
+    grid_cap: int = 0
+    prefetch_of: str = ""
+    prefetch_kib: int = 0
+    prefetch_at: str = "entry"
 
 
 @dataclass(frozen=True)
@@ -52,15 +64,34 @@ class CmpConfig:
         ops: schedule per op name.
         order: a topological order of the ops: the order in which nodes are created.
         streams: stream of each op of `order`, labelled by first use. Ops of one stream run in `order`.
-        programmatic: (producer, consumer) edges that are programmatic; all others are ordinary.
+        programmatic: (producer, consumer) edges that are programmatic.
+        launch_completion: those that let the consumer launch once all CTAs of the producer have begun. Edges in neither
+            are ordinary.
     """
 
     ops: Mapping[str, OpSchedule]
     order: tuple[str, ...]
     streams: tuple[int, ...]
     programmatic: frozenset[tuple[str, str]] = frozenset()
+    launch_completion: frozenset[tuple[str, str]] = frozenset()
 
     backend = "cmp"
+
+    def host_of(self, name: str) -> str:
+        """The op that gives its name, stream, place and priority to the launch that an op is part of."""
+        seen = [name]
+        while self.ops[seen[-1]].host:
+            seen.append(self.ops[seen[-1]].host)
+            if seen[-1] not in self.ops or seen.count(seen[-1]) > 1:
+                raise ConfigError(f"op {name} is hosted by {seen[-1]}, which is no other op with a launch")
+        return seen[-1]
+
+    def launches(self) -> dict[str, tuple[str, ...]]:
+        """Ops of each launch by its host, hosts in the order of their first op; the host comes first."""
+        groups: dict[str, list[str]] = {}
+        for name in self.order:
+            groups.setdefault(self.host_of(name), []).append(name)
+        return {host: (host, *(n for n in names if n != host)) for host, names in groups.items()}
 
 
 @dataclass(frozen=True)
@@ -116,6 +147,7 @@ def to_json(config: Config) -> dict[str, Any]:
     if isinstance(config, CmpConfig):
         document["streams"] = list(config.streams)
         document["programmatic"] = sorted(f"{p}>{c}" for p, c in config.programmatic)
+        document["launch_completion"] = sorted(f"{p}>{c}" for p, c in config.launch_completion)
     else:
         document["policy"], document["workers"] = config.policy, config.workers
     return document
@@ -130,12 +162,12 @@ def from_json(document: Mapping[str, Any]) -> Config:
     try:
         backend, order = document["backend"], tuple(document["order"])
         if backend == "cmp":
-            edges = (tuple(edge.split(">", 1)) for edge in document["programmatic"])
             return CmpConfig(
                 ops={name: _schedule(value) for name, value in document["ops"].items()},
                 order=order,
                 streams=tuple(document["streams"]),
-                programmatic=frozenset((p, c) for p, c in edges),
+                programmatic=_pairs(document["programmatic"]),
+                launch_completion=_pairs(document.get("launch_completion", ())),
             )
         if backend == "megakernel":
             tilings = {name: _known(Tiling, value) for name, value in document["ops"].items()}
@@ -143,6 +175,11 @@ def from_json(document: Mapping[str, Any]) -> Config:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"malformed config: {type(error).__name__} {error}") from error
     raise ConfigError(f"unknown backend {backend!r} in a config: use cmp or megakernel")
+
+
+def _pairs(edges: Iterable[str]) -> frozenset[tuple[str, str]]:
+    split = [edge.split(">", 1) for edge in edges]
+    return frozenset((producer, consumer) for producer, consumer in split)
 
 
 def _known(kind: type[T], value: Mapping[str, Any]) -> T:

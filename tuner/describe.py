@@ -20,7 +20,9 @@ def describe_config(config: Config, graph: OpGraph) -> list[str]:
     if len(lines) > MOST_LINES:
         lines = [*lines[:MOST_LINES], f"... and {len(lines) - MOST_LINES} ops more, all of them in the stored config"]
     if isinstance(config, CmpConfig):
-        lines.append("programmatic: " + _edges(config))
+        lines.append("programmatic: " + _edges(config.programmatic))
+        if config.launch_completion:
+            lines.append("launch completion: " + _edges(config.launch_completion))
     return lines
 
 
@@ -34,11 +36,15 @@ def _op(config: Config, graph: OpGraph, place: int) -> str:
         if kind.loaders:
             words.append(f"w_ahead {schedule.w_ahead}")
         words.append(f"priority {schedule.priority}")
+        words += [f"in the launch of {schedule.host}"] if schedule.host else []
+        words += [f"at most {schedule.grid_cap} CTAs"] if schedule.grid_cap else []
+        if schedule.prefetch_of:
+            words.append(f"prefetches {schedule.prefetch_kib} KiB for {schedule.prefetch_of} at {schedule.prefetch_at}")
     return ", ".join(words)
 
 
-def _edges(config: CmpConfig) -> str:
-    edges = sorted(f"{producer}>{consumer}" for producer, consumer in config.programmatic)
+def _edges(pairs: frozenset[tuple[str, str]]) -> str:
+    edges = sorted(f"{producer}>{consumer}" for producer, consumer in pairs)
     if len(edges) > MOST_EDGES:
         return f"{' '.join(edges[:MOST_EDGES])} ... and {len(edges) - MOST_EDGES} more"
     return " ".join(edges) or "none"

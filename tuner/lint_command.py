@@ -63,7 +63,7 @@ def lint_config(spec: SessionSpec, config: Path | None = None) -> list[LintedKer
     found: dict[tuple[object, object], Report] = {}
     kernels = []
     for node in plan.nodes:
-        slots = slots_of(node.operands, graph)
+        slots = slots_of([part.operands for part in node.parts], graph)
         key = (node.binary, slots)
         if key not in found:
             found[key] = lint(jit.build(grid_source(node.binary), gpu.arch).path, slots)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from search_spaces.cmp import CmpSpace, Priority, Value, default, serial
+from backends.plan.launches import edge_kind
+from search_spaces.cmp import Choice, CmpSpace, Priority, Value, default, serial
 from search_spaces.config import CmpConfig, OpSchedule, relabel
 from workloads.ops import KINDS
 
@@ -104,11 +105,11 @@ def encode(space: CmpSpace, config: CmpConfig) -> dict[str, Value]:
         values[f"{name}.order"] = 1.0 - place / count
     data = set(space.graph.op_edges())
     for producer, consumer in data:
-        kind = "programmatic" if (producer, consumer) in config.programmatic else "ordinary"
-        values[f"{producer}>{consumer}.edge"] = kind
+        values[f"{producer}>{consumer}.edge"] = edge_kind(config, producer, consumer).value
     values["stream_edges"] = "programmatic" if config.programmatic - data else "ordinary"
     if config.programmatic and not _has_stream_edges(config, data):
         values["stream_edges"] = "programmatic"
+    values |= _prefetch_values(space, config)
     point: dict[str, Value] = {}
     for dimension in space.dimensions:
         value = values[dimension.name]
@@ -120,9 +121,20 @@ def encode(space: CmpSpace, config: CmpConfig) -> dict[str, Value]:
 
 def _op_values(name: str, schedule: OpSchedule) -> dict[str, Value]:
     fields: dict[str, Value] = {f"{name}.{field}": value for field, value in schedule.tiling.__dict__.items()}
-    for field in ("trigger", "wait", "w_ahead", "priority"):
+    for field in ("trigger", "wait", "w_ahead", "priority", "host", "grid_cap"):
         fields[f"{name}.{field}"] = getattr(schedule, field)
     return fields
+
+
+def _prefetch_values(space: CmpSpace, config: CmpConfig) -> dict[str, Value]:
+    """The config's first prefetch; a space holds one."""
+    values: dict[str, Value] = {d.name: d.values[0] for d in space.dimensions if isinstance(d, Choice)}
+    for name, schedule in config.ops.items():
+        if schedule.prefetch_of:
+            values |= {"prefetch.of": schedule.prefetch_of, "prefetch.by": name}
+            values |= {"prefetch.kib": schedule.prefetch_kib, "prefetch.at": schedule.prefetch_at}
+            break
+    return {name: value for name, value in values.items() if name.startswith("prefetch.")}
 
 
 def _has_stream_edges(config: CmpConfig, data: set[tuple[str, str]]) -> bool:

@@ -11,7 +11,7 @@ from backends.cuda import driver
 from backends.cuda.kernels import Kernels
 from backends.errors import GraphMismatch
 from backends.plan.encode import grid_args, map_specs
-from backends.plan.launches import EdgeKind, LaunchPlan
+from backends.plan.launches import EdgeKind, KernelNode, LaunchPlan
 
 
 class MapCache:
@@ -75,12 +75,12 @@ def _fill(
     delay_us: int,
 ) -> None:
     """Adds nodes and edges, then reads the edges back."""
-    wanted: set[tuple[int, int, bool]] = set()
+    wanted: set[tuple[int, int, str]] = set()
     nodes: list[Any] = []
 
-    def edge(producer: int, consumer: int, programmatic: bool = False) -> None:
-        graph.add_edge(nodes[producer], nodes[consumer], programmatic=programmatic)
-        wanted.add((producer, consumer, programmatic))
+    def edge(producer: int, consumer: int, kind: EdgeKind = EdgeKind.ORDINARY) -> None:
+        graph.add_edge(nodes[producer], nodes[consumer], kind.value)
+        wanted.add((producer, consumer, kind.value))
 
     place: dict[str, int] = {}
     first = None
@@ -90,16 +90,13 @@ def _fill(
         edge(0, 1)
         first = 1
     for node in plan.nodes if plan else ():
-        encoded = [maps.get(spec, addresses[spec.tensor]) for spec in map_specs(node.operands)]
-        body = grid_args(node, addresses, encoded, delay_us=delay_us)
+        arguments = _arguments(node, addresses, maps, delay_us)
         place[node.op] = len(nodes)
         nodes.append(
-            graph.add_kernel(
-                kernels.grid(node), node.grid, node.threads, node.shared_bytes, [_aligned(body)], node.priority
-            )
+            graph.add_kernel(kernels.grid(node), node.grid, node.threads, node.shared_bytes, arguments, node.priority)
         )
     for planned in plan.edges if plan else ():
-        edge(place[planned.producer], place[planned.consumer], planned.kind is EdgeKind.PROGRAMMATIC)
+        edge(place[planned.producer], place[planned.consumer], planned.kind)
     if bracket is not None and first is not None:
         nodes.append(_stamp(graph, kernels, bracket.stamps + 8))
         end = len(nodes) - 1
@@ -135,12 +132,20 @@ def bracketed_kernel(kernels: Kernels, launch: KernelLaunch, bracket: Bracket) -
         _stamp(graph, kernels, bracket.stamps + 8),
     ]
     for producer, consumer in zip(chain, chain[1:], strict=False):
-        graph.add_edge(producer, consumer, programmatic=False)
+        graph.add_edge(producer, consumer)
     return graph
 
 
-def _aligned(body: bytes) -> ctypes.Array[ctypes.c_char]:
-    return ctypes.create_string_buffer(body, len(body))
+def _arguments(
+    node: KernelNode, addresses: Mapping[str, int], maps: MapCache, delay_us: int
+) -> list[ctypes.Array[ctypes.c_char]]:
+    """The parameter of a node: the blocks of its parts, one behind the other."""
+    body, first = b"", 0
+    for part in node.parts:
+        encoded = [maps.get(spec, addresses[spec.tensor]) for spec in map_specs(part.operands)]
+        body += grid_args(part, addresses, encoded, first_cta=first, delay_us=delay_us)
+        first += part.ctas
+    return [ctypes.create_string_buffer(body, len(body))]
 
 
 def _stamp(graph: driver.Graph, kernels: Kernels, address: int) -> Any:

@@ -15,7 +15,8 @@ from workloads.ops.base import TensorMapSpec
 
 MIN_CAPABILITY = (9, 0)
 USE_NODE_PRIORITY = 8  # CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY; without it priorities are ignored
-PORT_PROGRAMMATIC = 1  # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
+# Ports of an edge: CU_GRAPH_KERNEL_NODE_PORT_DEFAULT, _PROGRAMMATIC (triggered) and _LAUNCH_ORDER (begun).
+PORTS = {"ordinary": 0, "programmatic": 1, "launch_completion": 2}
 
 
 @lru_cache(maxsize=1)
@@ -229,30 +230,31 @@ class Graph:
         self._ids[int(node)] = len(self._ids)
         return node
 
-    def add_edge(self, producer: object, consumer: object, *, programmatic: bool) -> None:
-        """Adds one edge.
+    def add_edge(self, producer: object, consumer: object, kind: str = "ordinary") -> None:
+        """Adds one edge; `kind` is one of `PORTS`.
 
         NOTE: one edge a call. With a list, the driver applies the first element's data to every edge of the call.
         """
-        call("cuGraphAddDependencies", self._graph, [producer], [consumer], [self._edge_data(programmatic)], 1)
-
-    @staticmethod
-    def _edge_data(programmatic: bool) -> Any:
         driver = _bindings()
         data = driver.CUgraphEdgeData()
-        if programmatic:
-            data.from_port = PORT_PROGRAMMATIC
+        data.from_port = PORTS[kind]
+        if data.from_port:
             data.type = driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
-        return data
+        call("cuGraphAddDependencies", self._graph, [producer], [consumer], [data], 1)
 
-    def edges(self) -> set[tuple[int, int, bool]]:
-        """Edges as the driver holds them: (producer, consumer) by order of addition, and whether programmatic."""
+    def edges(self) -> set[tuple[int, int, str]]:
+        """Edges as the driver holds them: (producer, consumer) by order of addition, and the kind."""
         count = call("cuGraphGetEdges", self._graph, 0)[-1]
         if count == 0:
             return set()
         sources, targets, data, count = call("cuGraphGetEdges", self._graph, count)
+        kinds = {(int(port > 0), port): kind for kind, port in PORTS.items()}
         return {
-            (self._ids[int(sources[i])], self._ids[int(targets[i])], int(data[i].type) == 1 and data[i].from_port == 1)
+            (
+                self._ids[int(sources[i])],
+                self._ids[int(targets[i])],
+                kinds.get((int(data[i].type), int(data[i].from_port)), "unknown"),
+            )
             for i in range(count)
         }
 

@@ -20,13 +20,13 @@ class Kernels:
     def __init__(self, gpu: GpuRecord, cache: Path | None = None) -> None:
         self._gpu = gpu
         self._cache = cache
-        self._loaded: dict[CompileKey, Any] = {}
+        self._loaded: dict[tuple[CompileKey, ...], Any] = {}
         self._persistent: dict[tuple[CompileKey, ...], Any] = {}
         self._system: dict[str, Any] = {}
 
-    def build(self, keys: Iterable[CompileKey], workers: int | None = None) -> None:
+    def build(self, binaries: Iterable[tuple[CompileKey, ...]], workers: int | None = None) -> None:
         """Builds binaries ahead of use, in processes."""
-        jit.build_all([(grid_source(key), key.arch) for key in keys], self._cache, workers)
+        jit.build_all([(grid_source(keys), self._gpu.arch) for keys in binaries], self._cache, workers)
 
     def grid(self, node: KernelNode) -> Any:
         """The kernel of a plan node.
@@ -37,13 +37,13 @@ class Kernels:
         """
         key = node.binary
         if key not in self._loaded:
-            cubin = jit.build(grid_source(key), key.arch, self._cache)
+            cubin = jit.build(grid_source(key), self._gpu.arch, self._cache)
             if cubin.spill_bytes:
                 raise BuildFailed(f"{node.op}: {cubin.spill_bytes} bytes spilled at {cubin.registers} registers")
             kernel = driver.load_kernel(cubin.path, KERNEL_NAME, self._gpu.shared_per_block)
             fits = driver.ctas_per_sm(kernel, node.threads, node.shared_bytes)
-            if fits < key.tiling.ctas_per_sm:
-                raise IllegalConfig(f"{node.op}: {fits} CTAs fit one multiprocessor, {key.tiling.ctas_per_sm} promised")
+            if fits < node.ctas_per_sm:
+                raise IllegalConfig(f"{node.op}: {fits} CTAs fit one multiprocessor, {node.ctas_per_sm} promised")
             self._loaded[key] = kernel
         return self._loaded[key]
 

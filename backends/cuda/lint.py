@@ -27,6 +27,7 @@ from pathlib import Path
 
 from backends.cuda.provenance import UNKNOWN, State, of_address, origins
 from backends.cuda.sass import Instruction, Kernel, disassemble
+from backends.plan.encode import GRID_HEADER_BYTES, MAP_BYTES, OPERAND_SLOTS, map_specs
 from workloads.graph import OpGraph, Role
 from workloads.ops.base import Operand
 
@@ -88,21 +89,27 @@ class Slots:
     Attributes:
         weights: those that hold the address or the tensor map of a weight.
         numbers: those that hold a plain number.
+        rows: byte offset of each operand row in the parameters; the slots of row i are numbered from 16 i.
     """
 
     weights: frozenset[int] = frozenset()
     numbers: frozenset[int] = frozenset()
+    rows: tuple[int, ...] = (0,)
 
 
-def slots_of(operands: Sequence[Operand], graph: OpGraph) -> Slots:
-    """Which slots of an operand row hold constants."""
-    numbers = {slot for slot, operand in enumerate(operands) if isinstance(operand, int)}
+def slots_of(rows: Sequence[Sequence[Operand]], graph: OpGraph) -> Slots:
+    """Which slots hold constants, of the operand rows of the ops that share a launch."""
+    numbered = {
+        row * OPERAND_SLOTS + slot: operand for row, line in enumerate(rows) for slot, operand in enumerate(line)
+    }
+    numbers = {slot for slot, operand in numbered.items() if isinstance(operand, int)}
     weights = {
         slot
-        for slot, operand in enumerate(operands)
+        for slot, operand in numbered.items()
         if not isinstance(operand, int) and graph.tensors[operand.tensor].role is Role.WEIGHT
     }
-    return Slots(frozenset(weights), frozenset(numbers))
+    sizes = [GRID_HEADER_BYTES + MAP_BYTES * max(len(map_specs(row)), 1) for row in rows]
+    return Slots(frozenset(weights), frozenset(numbers), tuple(sum(sizes[:i]) for i in range(len(rows))))
 
 
 def lint(cubin: Path, slots: Slots) -> Report:
@@ -128,7 +135,7 @@ def lint(cubin: Path, slots: Slots) -> Report:
 def lint_kernel(kernel: Kernel, slots: Slots) -> Report:
     """Looks at one kernel."""
     opened, reached = _walk(kernel, past_waits=False), _walk(kernel, past_waits=True)
-    states = origins(kernel, opened)
+    states = origins(kernel, opened, slots.rows)
     guarded = early = 0
     findings: list[Finding] = []
     for index, one in enumerate(kernel.instructions):

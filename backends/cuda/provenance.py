@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 
 from backends.cuda.sass import Instruction, Kernel
+from backends.plan.encode import OPERAND_SLOTS
 
-SLOTS = 16  # operand slots of 8 bytes at the start of the parameters
-UNKNOWN = SLOTS  # the member of a set that stands for any origin
+UNKNOWN = -1  # the member of a set that stands for any origin
 
 State = dict[str, frozenset[int]]
 _EMPTY: frozenset[int] = frozenset()
@@ -28,18 +28,19 @@ _FROM_MEMORY = re.compile(r"LD(?!C)\w*|ATOM\w*|SULD|TEX|TLD\w*")
 _CALLED = "CALL"  # stands for all registers once a function was called
 
 
-def origins(kernel: Kernel, within: Container[int]) -> dict[int, State]:
+def origins(kernel: Kernel, within: Container[int], rows: Sequence[int] = (0,)) -> dict[int, State]:
     """Registers before each of the instructions `within`, along paths that stay there.
 
     Args:
-        kernel: its first parameter must be the operand row.
+        kernel: its first parameter must start with an operand row.
         within: indices of instructions, the entry among them.
+        rows: byte offsets of the operand rows in the parameters; the slots of row i are numbered from 16 i.
     """
     states: dict[int, State] = {0: {}}
     waiting = deque([0])
     while waiting:
         index = waiting.popleft()
-        after = _after(kernel, kernel.instructions[index], states[index])
+        after = _after(kernel, kernel.instructions[index], states[index], rows)
         for successor in kernel.successors(index) or ():
             if successor not in within:
                 continue
@@ -59,7 +60,7 @@ def of_address(one: Instruction, state: State) -> frozenset[int]:
     return _union(state.get(name, _EMPTY) for name in (*_REGISTER.findall(address), _CALLED))
 
 
-def _after(kernel: Kernel, one: Instruction, state: State) -> State:
+def _after(kernel: Kernel, one: Instruction, state: State, rows: Sequence[int]) -> State:
     if one.base == "CALL":
         return state | {_CALLED: _ANY}
     target = _result(one)
@@ -69,7 +70,7 @@ def _after(kernel: Kernel, one: Instruction, state: State) -> State:
     prefix, number = re.fullmatch(r"(U?R)(\d+)", register).groups()  # type: ignore[union-attr]
     new = dict(state)
     weak = weak or bool(one.guard)
-    for step, slots in enumerate(_values(kernel, one, state, sources)):
+    for step, slots in enumerate(_values(kernel, one, state, sources, rows)):
         name = f"{prefix}{int(number) + step}"
         # Width is guessed from the opcode, so only what is certainly written loses its old slots.
         keeps = weak or (step > 0 and "LDC" not in one.base)
@@ -91,7 +92,7 @@ def _result(one: Instruction) -> tuple[str, bool, str] | None:
     return parts[skipped], doubtful, ",".join(parts[skipped + 1 :])
 
 
-def _values(kernel: Kernel, one: Instruction, state: State, sources: str) -> list[frozenset[int]]:
+def _values(kernel: Kernel, one: Instruction, state: State, sources: str, rows: Sequence[int]) -> list[frozenset[int]]:
     """Slots of the result registers, lowest first."""
     width = _width(one.opcode)
     if _FROM_MEMORY.fullmatch(one.base):
@@ -100,16 +101,17 @@ def _values(kernel: Kernel, one: Instruction, state: State, sources: str) -> lis
     registers = _union(state.get(name, _EMPTY) for name in _REGISTER.findall(_CONSTANT.sub("", sources)))
     if "LDC" in one.base and len(constants) == 1:
         bank, offset = constants[0]
-        return [_slot(kernel, bank, offset, 4 * step) for step in range(width)]
-    read = _union(_slot(kernel, bank, offset, 0) for bank, offset in constants)
+        return [_slot(kernel, bank, offset, 4 * step, rows) for step in range(width)]
+    read = _union(_slot(kernel, bank, offset, 0, rows) for bank, offset in constants)
     return [registers | read] * width
 
 
-def _slot(kernel: Kernel, bank: str, offset: str, step: int) -> frozenset[int]:
+def _slot(kernel: Kernel, bank: str, offset: str, step: int, rows: Sequence[int]) -> frozenset[int]:
     if bank != "0x0" or kernel.parameters is None or not re.fullmatch(r"0x[0-9a-f]+", offset):
         return _ANY
     place = int(offset, 16) + step - kernel.parameters
-    return frozenset({place // 8}) if 0 <= place < SLOTS * 8 else _EMPTY
+    inside = [(i, place - row) for i, row in enumerate(rows) if 0 <= place - row < OPERAND_SLOTS * 8]
+    return frozenset({i * OPERAND_SLOTS + offset_in_row // 8 for i, offset_in_row in inside})
 
 
 def _width(opcode: str) -> int:

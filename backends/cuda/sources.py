@@ -66,13 +66,16 @@ DEVICE_OPS: dict[str, DeviceOp] = {
 }
 
 
-def grid_source(key: CompileKey) -> str:
-    """The translation unit of one grid kernel, named `KERNEL_NAME`."""
-    op = DEVICE_OPS[key.kind]
-    return (
-        f'#include "spantune/shells/grid.cuh"\n#include "spantune/{op.header}"\n'
-        f"SPANTUNE_GRID_KERNEL({KERNEL_NAME}, {op.maps}, {key.tiling.ctas_per_sm}, spantune::{op.expression(key)})\n"
-    )
+def grid_source(keys: Sequence[CompileKey]) -> str:
+    """The translation unit of one grid kernel, named `KERNEL_NAME`: of one op, or of several that share a launch."""
+    ops = [DEVICE_OPS[key.kind] for key in keys]
+    ctas = min(key.tiling.ctas_per_sm for key in keys)
+    parts = [
+        f"spantune::GridPart<{op.maps}, spantune::{op.expression(key)}>" for op, key in zip(ops, keys, strict=True)
+    ]
+    macro = "SPANTUNE_GRID_KERNEL" if len(keys) == 1 else "SPANTUNE_SHARED_KERNEL"
+    includes = "".join(f'#include "spantune/{header}"\n' for header in dict.fromkeys(op.header for op in ops))
+    return f'#include "spantune/shells/grid.cuh"\n{includes}{macro}({KERNEL_NAME}, {ctas}, {", ".join(parts)})\n'
 
 
 def persistent_source(keys: Sequence[CompileKey]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 
-from backends.plan.launches import KernelNode
+from backends.plan.launches import KernelPart
 from workloads.ops.base import Operand, Pointer, TensorMapSpec
 
 OPERAND_SLOTS = 16
@@ -39,8 +39,41 @@ def map_specs(operands: Sequence[Operand]) -> list[TensorMapSpec]:
     return [operand for operand in operands if isinstance(operand, TensorMapSpec)]
 
 
-def grid_args(node: KernelNode, addresses: Mapping[str, int], maps: Sequence[bytes], *, delay_us: int = 0) -> bytes:
-    """`GridArgs` of shells/grid.cuh: 16 operand slots, 16 words, then the tensor maps (at least room for one)."""
-    words = (*divmod(node.k_blocks, node.splits), node.trigger, node.wait, node.w_ahead, delay_us, *([0] * 10))
-    body = struct.pack("<16Q16i", *operand_row(node.operands, addresses), *words)
+def grid_args(
+    part: KernelPart,
+    addresses: Mapping[str, int],
+    maps: Sequence[bytes],
+    *,
+    first_cta: int = 0,
+    delay_us: int = 0,
+    trace: int = 0,
+) -> bytes:
+    """`GridArgs` of shells/grid.cuh: 16 operand slots, then words, then the tensor maps (at least room for one).
+
+    Args:
+        part: of a node.
+        addresses: of the graph's tensors.
+        maps: encoded, in the order of `map_specs`.
+        first_cta: CTAs of the parts before it in the launch.
+        delay_us: time that each triggering thread sleeps after its trigger.
+        trace: address of this part's stamps, 0 in a build without trace.
+    """
+    prefetch = part.prefetch
+    body = struct.pack(
+        "<16Q2Q12i",
+        *operand_row(part.operands, addresses),
+        addresses[prefetch.tensor] if prefetch else 0,
+        trace,
+        *divmod(part.k_blocks, part.splits),
+        part.trigger,
+        part.wait,
+        part.w_ahead,
+        delay_us,
+        part.tiles[0],
+        part.ctas_x,
+        part.splits,
+        first_cta,
+        prefetch.bytes_per_cta if prefetch else 0,
+        prefetch.at if prefetch else 0,
+    )
     return body + (b"".join(maps) if maps else bytes(MAP_BYTES))

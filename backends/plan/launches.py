@@ -10,11 +10,11 @@ from itertools import product
 from typing import Any
 
 from search_spaces.cmp import CmpSpace, default_tiling
-from search_spaces.config import CmpConfig, splits_of
+from search_spaces.config import CmpConfig, OpSchedule, splits_of
 from search_spaces.errors import ConfigError, IllegalConfig
 from workloads.graph import Op, OpGraph
 from workloads.ops import KINDS
-from workloads.ops.base import Operand, Tiling
+from workloads.ops.base import Domain, Operand, Splits, Tiling
 
 # Values of spantune::Point in backends/cuda/include/spantune/base.cuh.
 POINTS = {"none": 0, "entry": 1, "set_up": 2, "weights_issued": 3, "inputs_read": 4, "stored": 5}
@@ -22,10 +22,11 @@ WAIT_POINTS = {"entry": POINTS["entry"], "after_setup": POINTS["set_up"], "a_loa
 
 
 class EdgeKind(StrEnum):
-    """Type of a graph edge."""
+    """Type of a graph edge, the strictest first."""
 
-    ORDINARY = "ordinary"
-    PROGRAMMATIC = "programmatic"
+    ORDINARY = "ordinary"  # the producer has ended
+    PROGRAMMATIC = "programmatic"  # all CTAs of the producer have triggered or ended
+    LAUNCH_COMPLETION = "launch_completion"  # all CTAs of the producer have begun
 
 
 @dataclass(frozen=True)
@@ -53,47 +54,116 @@ class CompileKey:
 
 
 @dataclass(frozen=True)
-class KernelNode:
-    """One kernel of a launch plan.
+class Prefetch:
+    """Weights that a launch brings into L2 for a later op, from the tensor's first byte on.
+
+    Attributes:
+        tensor: whose.
+        bytes_per_cta: share of each CTA, a multiple of 16.
+        at: value of `Point` at which a CTA issues it.
+    """
+
+    tensor: str
+    bytes_per_cta: int
+    at: int
+
+
+@dataclass(frozen=True)
+class KernelPart:
+    """What one op contributes to a launch.
 
     Attributes:
         op: op name.
-        binary: which binary runs it.
-        grid: CTAs in x (n tiles), y (splits), z (m tiles).
-        threads: threads of a CTA.
-        shared_bytes: dynamic shared memory of a CTA.
+        binary: device code of the op.
+        tiles: n tiles, splits, m tiles.
+        ctas_x: CTAs along n; CTA i takes n tiles i, i + ctas_x, ...
+        threads: that the op needs of a CTA.
+        shared_bytes: dynamic shared memory that it needs.
         operands: the operand row.
         k_blocks: k-blocks of the whole op.
-        splits: split-K.
         trigger: value of `Point`.
         wait: value of `Point`.
         w_ahead: W stages before the wait.
-        priority: node priority.
-        stream: stream label.
+        prefetch: of a later op's weights.
     """
 
     op: str
     binary: CompileKey
-    grid: tuple[int, int, int]
+    tiles: tuple[int, int, int]
+    ctas_x: int
     threads: int
     shared_bytes: int
     operands: tuple[Operand, ...]
     k_blocks: int
-    splits: int
     trigger: int
     wait: int
     w_ahead: int
+    prefetch: Prefetch | None = None
+
+    @property
+    def splits(self) -> int:
+        return self.tiles[1]
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """CTAs in x (n tiles), y (splits), z (m tiles)."""
+        return (self.ctas_x, self.tiles[1], self.tiles[2])
+
+    @property
+    def ctas(self) -> int:
+        return self.ctas_x * self.tiles[1] * self.tiles[2]
+
+
+@dataclass(frozen=True)
+class KernelNode:
+    """One kernel of a launch plan.
+
+    Attributes:
+        parts: the ops that run side by side in it, the host first. CTAs are numbered through the parts in turn.
+        priority: node priority.
+        stream: stream label.
+    """
+
+    parts: tuple[KernelPart, ...]
     priority: int
     stream: int
 
     @property
+    def op(self) -> str:
+        """Name of the launch: its ops, the host first."""
+        return "+".join(part.op for part in self.parts)
+
+    @property
+    def binary(self) -> tuple[CompileKey, ...]:
+        """Which binary runs it: the device code of its parts in order."""
+        return tuple(part.binary for part in self.parts)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """CTAs; several parts are numbered along x."""
+        return self.parts[0].grid if len(self.parts) == 1 else (self.ctas, 1, 1)
+
+    @property
     def ctas(self) -> int:
-        return self.grid[0] * self.grid[1] * self.grid[2]
+        return sum(part.ctas for part in self.parts)
+
+    @property
+    def threads(self) -> int:
+        return max(part.threads for part in self.parts)
+
+    @property
+    def shared_bytes(self) -> int:
+        return max(part.shared_bytes for part in self.parts)
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """CTAs that must fit one multiprocessor: the fewest that a part asks for."""
+        return min(part.binary.tiling.ctas_per_sm for part in self.parts)
 
 
 @dataclass(frozen=True)
 class PlanEdge:
-    """An edge between two kernels of a plan, by op name."""
+    """An edge between two kernels of a plan, by the name of their nodes."""
 
     producer: str
     consumer: str
@@ -109,19 +179,31 @@ class LaunchPlan:
     edges: tuple[PlanEdge, ...]
 
     def node(self, op: str) -> KernelNode:
-        return next(node for node in self.nodes if node.op == op)
+        """The node that runs an op."""
+        return next(node for node in self.nodes if any(part.op == op for part in node.parts))
+
+    def parts(self) -> tuple[KernelPart, ...]:
+        """Parts of all nodes, in node order."""
+        return tuple(part for node in self.nodes for part in node.parts)
+
+    def only(self, ops: Iterable[str]) -> LaunchPlan:
+        """The nodes that run one of these ops, with the edges among them."""
+        wanted = set(ops)
+        nodes = tuple(node for node in self.nodes if wanted & {part.op for part in node.parts})
+        names = {node.op for node in nodes}
+        return replace(self, nodes=nodes, edges=tuple(e for e in self.edges if {e.producer, e.consumer} <= names))
 
     def roots(self) -> tuple[str, ...]:
-        """Ops without an in-edge."""
+        """Names of nodes without an in-edge."""
         consumers = {edge.consumer for edge in self.edges}
         return tuple(node.op for node in self.nodes if node.op not in consumers)
 
     def sinks(self) -> tuple[str, ...]:
-        """Ops without an out-edge."""
+        """Names of nodes without an out-edge."""
         producers = {edge.producer for edge in self.edges}
         return tuple(node.op for node in self.nodes if node.op not in producers)
 
-    def binaries(self) -> tuple[CompileKey, ...]:
+    def binaries(self) -> tuple[tuple[CompileKey, ...], ...]:
         return tuple(dict.fromkeys(node.binary for node in self.nodes))
 
     def key(self) -> str:
@@ -143,33 +225,94 @@ def lower(graph: OpGraph, config: CmpConfig, arch: str) -> LaunchPlan:
     """
     _check_names(graph, config)
     splits = splits_of(graph, config)
-    nodes = []
-    for name, stream in zip(config.order, config.streams, strict=True):
-        op, schedule = graph.ops[name], config.ops[name]
-        kind, tiling = KINDS[op.kind], schedule.tiling
-        reason = kind.illegal(op, graph, tiling)
-        if reason is not None:
-            raise IllegalConfig(reason)
-        domain = kind.domain(op, graph, tiling)
-        has_consumer = any(edge[0] == name for edge in config.programmatic)
-        nodes.append(
-            KernelNode(
-                op=name,
-                binary=compile_key(op, tiling, "grid", arch),
-                grid=(domain.n_tiles, domain.splits, domain.m_tiles),
-                threads=kind.threads,
-                shared_bytes=kind.shared_bytes(op, tiling),
-                operands=kind.operands(op, graph, tiling, splits),
-                k_blocks=domain.k_blocks,
-                splits=domain.splits,
-                trigger=POINTS[schedule.trigger] if has_consumer else POINTS["none"],
-                wait=WAIT_POINTS[schedule.wait],
-                w_ahead=schedule.w_ahead if kind.loaders else 0,
-                priority=schedule.priority,
-                stream=stream,
-            )
+    stream = dict(zip(config.order, config.streams, strict=True))
+    nodes = {
+        host: KernelNode(
+            tuple(_part(graph, config, name, splits, arch) for name in ops), config.ops[host].priority, stream[host]
         )
-    return LaunchPlan(graph.name, tuple(nodes), plan_edges(graph, config))
+        for host, ops in config.launches().items()
+    }
+    for host, node in nodes.items():
+        _check_launch(graph, host, node)
+    order = _launch_order(graph, config)
+    named = [PlanEdge(nodes[p].op, nodes[c].op, kind) for (p, c), kind in _launch_edges(graph, config, order).items()]
+    place = {nodes[host].op: i for i, host in enumerate(order)}
+    named.sort(key=lambda edge: (place[edge.producer], place[edge.consumer]))
+    return LaunchPlan(graph.name, tuple(nodes[host] for host in order), tuple(named))
+
+
+def _part(graph: OpGraph, config: CmpConfig, name: str, splits: Splits, arch: str) -> KernelPart:
+    """What an op contributes to its launch."""
+    op, schedule = graph.ops[name], config.ops[name]
+    kind, tiling = KINDS[op.kind], schedule.tiling
+    reason = kind.illegal(op, graph, tiling)
+    if reason is not None:
+        raise IllegalConfig(reason)
+    if schedule.grid_cap and not kind.loaders:
+        raise IllegalConfig(f"{name}: grid_cap={schedule.grid_cap}, but a row op has one CTA a tile: use 0")
+    domain = kind.domain(op, graph, tiling)
+    has_consumer = any(config.host_of(edge[0]) == config.host_of(name) for edge in config.programmatic)
+    ctas_x = _capped(domain, schedule.grid_cap)
+    return KernelPart(
+        op=name,
+        binary=compile_key(op, tiling, "grid", arch),
+        tiles=(domain.n_tiles, domain.splits, domain.m_tiles),
+        ctas_x=ctas_x,
+        threads=kind.threads,
+        shared_bytes=kind.shared_bytes(op, tiling),
+        operands=kind.operands(op, graph, tiling, splits),
+        k_blocks=domain.k_blocks,
+        trigger=POINTS[schedule.trigger] if has_consumer else POINTS["none"],
+        wait=WAIT_POINTS[schedule.wait],
+        w_ahead=schedule.w_ahead if kind.loaders else 0,
+        prefetch=_prefetch(graph, name, schedule, ctas_x * domain.splits * domain.m_tiles),
+    )
+
+
+def _capped(domain: Domain, cap: int) -> int:
+    """CTAs along n under a cap on all CTAs, as even as whole tiles allow."""
+    others = domain.splits * domain.m_tiles
+    if not cap or domain.n_tiles * others <= cap:
+        return domain.n_tiles
+    return -(-domain.n_tiles // -(-domain.n_tiles // max(1, cap // others)))
+
+
+def _prefetch(graph: OpGraph, name: str, schedule: OpSchedule, ctas: int) -> Prefetch | None:
+    if not schedule.prefetch_of or not schedule.prefetch_kib:
+        return None
+    if schedule.prefetch_of not in graph.ops:
+        raise ConfigError(f"op {name} prefetches for {schedule.prefetch_of}, but {graph.name} has no such op")
+    target = graph.ops[schedule.prefetch_of]
+    if "weight" not in target.reads:
+        raise IllegalConfig(f"{name}: {target.name} streams no weights that could be brought into L2")
+    weight = graph.tensors[target.tensor("weight")]
+    share = min(schedule.prefetch_kib * 1024, weight.bytes) // ctas // 16 * 16
+    return Prefetch(weight.name, share, POINTS[schedule.prefetch_at]) if share else None
+
+
+def _check_launch(graph: OpGraph, host: str, node: KernelNode) -> None:
+    """Ops of one launch run side by side, so none may need another's output."""
+    names = {part.op for part in node.parts}
+    for producer, consumer in graph.op_edges():
+        if producer in names and consumer in names:
+            raise IllegalConfig(f"{consumer}: cannot share the launch of {host}, since it reads what {producer} writes")
+
+
+def _launch_order(graph: OpGraph, config: CmpConfig) -> tuple[str, ...]:
+    """Hosts in a topological order, as near to the config's order of ops as their shared launches allow."""
+    waiting: dict[str, set[str]] = {host: set() for host in config.launches()}
+    for producer, consumer in graph.op_edges():
+        pair = (config.host_of(producer), config.host_of(consumer))
+        if pair[0] != pair[1]:
+            waiting[pair[1]].add(pair[0])
+    order: dict[str, None] = {}
+    while waiting:
+        ready = next((host for host, before in waiting.items() if before <= order.keys()), None)
+        if ready is None:
+            raise IllegalConfig(f"the launches of {', '.join(waiting)} wait for each other")
+        order[ready] = None
+        del waiting[ready]
+    return tuple(order)
 
 
 def compile_key(op: Op, tiling: Tiling, shell: str, arch: str) -> CompileKey:
@@ -193,23 +336,35 @@ def space_binaries(space: CmpSpace) -> tuple[CompileKey, ...]:
     return tuple(found)
 
 
-def plan_edges(graph: OpGraph, config: CmpConfig) -> tuple[PlanEdge, ...]:
-    """Data edges and stream-order edges, typed, without those that a longer path implies.
+def _launch_edges(graph: OpGraph, config: CmpConfig, order: tuple[str, ...]) -> dict[tuple[str, str], EdgeKind]:
+    """Data edges and stream-order edges between hosts, typed, without those that a longer path implies.
 
     An implied edge may go because every kernel waits for its in-edges before its first access to mutable data, so
-    completion is transitive along any path.
+    completion is transitive along any path. Where several data edges join two launches, the strictest kind rules.
     """
-    pairs = set(graph.op_edges())
+    found: dict[tuple[str, str], set[EdgeKind]] = {}
+    for producer, consumer in graph.op_edges():
+        pair = (config.host_of(producer), config.host_of(consumer))
+        if pair[0] != pair[1]:
+            found.setdefault(pair, set()).add(edge_kind(config, producer, consumer))
+    stream = dict(zip(config.order, config.streams, strict=True))
     last: dict[int, str] = {}
-    for name, stream in zip(config.order, config.streams, strict=True):
-        if stream in last:
-            pairs.add((last[stream], name))
-        last[stream] = name
-    place = {name: i for i, name in enumerate(config.order)}
-    kept = sorted(transitive_reduction(pairs, config.order), key=lambda pair: (place[pair[0]], place[pair[1]]))
-    return tuple(
-        PlanEdge(p, c, EdgeKind.PROGRAMMATIC if (p, c) in config.programmatic else EdgeKind.ORDINARY) for p, c in kept
-    )
+    for host in order:
+        if stream[host] in last:
+            pair = (last[stream[host]], host)
+            found.setdefault(pair, {edge_kind(config, *pair)})
+        last[stream[host]] = host
+    kept = transitive_reduction(found, order)
+    return {pair: next(kind for kind in EdgeKind if kind in kinds) for pair, kinds in found.items() if pair in kept}
+
+
+def edge_kind(config: CmpConfig, producer: str, consumer: str) -> EdgeKind:
+    """Type of an edge between two ops under a config."""
+    if (producer, consumer) in config.programmatic:
+        return EdgeKind.PROGRAMMATIC
+    if (producer, consumer) in config.launch_completion:
+        return EdgeKind.LAUNCH_COMPLETION
+    return EdgeKind.ORDINARY
 
 
 def transitive_reduction(pairs: Iterable[tuple[str, str]], order: Iterable[str]) -> set[tuple[str, str]]:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import combinations
 
 from backends.base import Verdict
-from backends.plan.launches import KernelNode, LaunchPlan
+from backends.plan.launches import KernelPart, LaunchPlan
 from workloads.graph import OpGraph, Role
 from workloads.ops import KINDS
 from workloads.ops.base import Region, Tiling
@@ -20,15 +20,20 @@ from workloads.ops.base import Region, Tiling
 def verify(graph: OpGraph, plan: LaunchPlan) -> Verdict:
     """Proves that a plan orders every read after its writer and every two writers of one place.
 
-    Checked: nodes are the graph's ops, edges join known nodes, the plan is acyclic, each data edge and each pair of
-    overlapping writers, or of a writer and an unrelated reader, is joined by a path.
+    Checked: nodes run the graph's ops, edges join known nodes, the plan is acyclic, each data edge and each pair of
+    overlapping writers, or of a writer and an unrelated reader, is joined by a path, and what is brought into L2 ahead
+    of its use is a weight. Ops of one launch run side by side: no path joins them.
     """
-    names = [node.op for node in plan.nodes]
+    names = [part.op for part in plan.parts()]
     if sorted(names) != sorted(graph.ops):
         return _unsafe(f"plan runs {', '.join(names)}, but {graph.name} has {', '.join(graph.ops)}")
+    nodes = {node.op for node in plan.nodes}
     for edge in plan.edges:
-        if edge.producer not in graph.ops or edge.consumer not in graph.ops:
-            return _unsafe(f"edge {edge.producer} -> {edge.consumer} names an op that is not in the plan")
+        if edge.producer not in nodes or edge.consumer not in nodes:
+            return _unsafe(f"edge {edge.producer} -> {edge.consumer} names a launch that is not in the plan")
+    for part in plan.parts():
+        if part.prefetch is not None and graph.tensors[part.prefetch.tensor].role is not Role.WEIGHT:
+            return _unsafe(f"{part.op} brings {part.prefetch.tensor} into L2, which is no weight")
     before = ancestors(plan)
     if before is None:
         return _unsafe("the edges form a cycle")
@@ -51,12 +56,14 @@ def ancestors(plan: LaunchPlan) -> dict[str, set[str]] | None:
             return None
         for name in ready:
             found[name] = set(waiting[name]).union(*(found[p] for p in waiting.pop(name)))
-    return found
+    ops = {node.op: {part.op for part in node.parts} for node in plan.nodes}
+    before = {name: set().union(*(ops[n] for n in nodes)) for name, nodes in found.items()}
+    return {op: before[name] for name in ops for op in ops[name]}
 
 
 def _check_hazards(graph: OpGraph, plan: LaunchPlan, before: dict[str, set[str]]) -> Verdict | None:
     """Write after write and write after read, between ops that no path joins."""
-    nodes = {node.op: node for node in plan.nodes}
+    parts = {part.op: part for part in plan.parts()}
     for tensor in graph.tensors.values():
         if tensor.role in (Role.WEIGHT, Role.INPUT):
             continue
@@ -65,14 +72,14 @@ def _check_hazards(graph: OpGraph, plan: LaunchPlan, before: dict[str, set[str]]
             writes = tensor.name in a.writes.values() or tensor.name in b.writes.values()
             if not writes or a.name in before[b.name] or b.name in before[a.name]:
                 continue
-            hull_a, hull_b = (_hull(graph, x.name, tensor.name, _tiling(nodes[x.name])) for x in (a, b))
+            hull_a, hull_b = (_hull(graph, x.name, tensor.name, _tiling(parts[x.name])) for x in (a, b))
             if hull_a is None or hull_b is None or hull_a.overlaps(hull_b):
                 return _unsafe(f"{a.name} and {b.name} touch the same part of {tensor.name} and no path orders them")
     return None
 
 
-def _tiling(node: KernelNode) -> Tiling:
-    return replace(node.binary.tiling, split_k=node.splits)
+def _tiling(part: KernelPart) -> Tiling:
+    return replace(part.binary.tiling, split_k=part.splits)
 
 
 @lru_cache(maxsize=1024)

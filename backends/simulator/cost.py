@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil, prod
 
-from backends.plan.launches import POINTS, KernelNode, LaunchPlan
+from backends.plan.launches import POINTS, KernelPart, LaunchPlan
 from backends.simulator.calibration import OTHER, Calibration
 from backends.simulator.slots import Demand
 from workloads.graph import DTYPE_BYTES, Op, OpGraph, Role
@@ -57,30 +57,30 @@ class KernelCost:
     loaders: bool
 
 
-def kernel_cost(graph: OpGraph, node: KernelNode, splits: Mapping[str, int], calibration: Calibration) -> KernelCost:
-    """Cost of one node of a launch plan; `splits` as `splits_of` gives them."""
-    op, c, tiling = graph.ops[node.op], calibration, node.binary.tiling
+def kernel_cost(graph: OpGraph, part: KernelPart, splits: Mapping[str, int], calibration: Calibration) -> KernelCost:
+    """Cost of one op of a launch plan; `splits` as `splits_of` gives them."""
+    op, c, tiling = graph.ops[part.op], calibration, part.binary.tiling
     kind = KINDS[op.kind]
     # CTAs of other token tiles read the same weights: the first brings them into L2.
-    reuse = node.grid[2] if "weight" in op.reads and kind.flops(op, graph) else 1
-    stream = kind.weight_bytes(op, graph) * reuse / node.ctas
+    reuse = part.grid[2] if "weight" in op.reads and kind.flops(op, graph) else 1
+    stream = kind.weight_bytes(op, graph) * reuse / part.ctas
     # Loaders run a ring of `stages`; without a split K they hold all of their tile at once. Row ops hold all of theirs.
     stage, ring = stream, stream
-    if kind.loaders and node.k_blocks > 1:
-        stage = stream / max(1, ceil(node.k_blocks / node.splits))
+    if kind.loaders and part.k_blocks > 1:
+        stage = stream / max(1, ceil(part.k_blocks / part.splits))
         ring = min(stream, tiling.stages * stage)
-    inputs = _input_bytes(graph, op, replace(tiling, split_k=node.splits), splits)
-    flops = kind.flops(op, graph) / node.ctas
-    compute = _compute_rate(stream, flops, node, c)
+    inputs = _input_bytes(graph, op, replace(tiling, split_k=part.splits), splits)
+    flops = kind.flops(op, graph) / part.ctas
+    compute = _compute_rate(stream, flops, part, c)
     fixed = c.tail_us if kind.loaders else c.row_us.get(op.kind, c.row_us[OTHER])
-    ahead = min(ring, node.w_ahead * stage) if kind.loaders else ring
+    ahead = min(ring, part.w_ahead * stage) if kind.loaders else ring
     return KernelCost(
-        ctas=node.ctas,
-        demand=_demand(node, kind.loaders, bool(flops), c),
+        ctas=part.ctas,
+        demand=_demand(part, kind.loaders, bool(flops), c),
         set_up_us=c.set_up_us if kind.loaders else c.row_set_up_us,
         stream_bytes=stream,
         ring_bytes=ring,
-        ahead_bytes=0.0 if node.wait != POINTS["none"] else ahead,
+        ahead_bytes=0.0 if part.wait != POINTS["none"] else ahead,
         input_bytes=inputs,
         input_latency_us=c.input_latency_us if kind.loaders else c.row_latency_us,
         flow_rate=max(ring, 1024.0) / (c.load_latency_us if kind.loaders else c.row_latency_us),
@@ -96,9 +96,9 @@ def kernel_cost(graph: OpGraph, node: KernelNode, splits: Mapping[str, int], cal
 def splits_of(graph: OpGraph, plan: LaunchPlan) -> dict[str, int]:
     """Split count of every partial tensor of a plan."""
     return {
-        tensor: node.splits
-        for node in plan.nodes
-        for tensor in graph.ops[node.op].writes.values()
+        tensor: part.splits
+        for part in plan.parts()
+        for tensor in graph.ops[part.op].writes.values()
         if graph.tensors[tensor].role is Role.PARTIAL
     }
 
@@ -116,25 +116,25 @@ def _input_bytes(graph: OpGraph, op: Op, tiling: Tiling, splits: Mapping[str, in
     )
 
 
-def _demand(node: KernelNode, loaders: bool, multiplies: bool, c: Calibration) -> Demand:
+def _demand(part: KernelPart, loaders: bool, multiplies: bool, c: Calibration) -> Demand:
     """Room of one CTA: registers as the core needs them, at most what the launch bounds leave."""
-    tiling, gpu = node.binary.tiling, c.gpu
+    tiling, gpu = part.binary.tiling, c.gpu
     core = tiling.core if loaders and multiplies else "row"
     needed = c.registers[core] + (c.token_registers * max(tiling.block_m - 16, 0) if loaders else 0.0)
-    most = gpu.registers_per_sm // (node.threads * max(tiling.ctas_per_sm, 1)) // 8 * 8
-    registers = min(ceil(needed / 8) * 8, most, 255) * node.threads
-    return Demand(node.threads, node.shared_bytes + gpu.reserved_shared, registers)
+    most = gpu.registers_per_sm // (part.threads * max(tiling.ctas_per_sm, 1)) // 8 * 8
+    registers = min(ceil(needed / 8) * 8, most, 255) * part.threads
+    return Demand(part.threads, part.shared_bytes + gpu.reserved_shared, registers)
 
 
-def _compute_rate(stream: float, flops: float, node: KernelNode, c: Calibration) -> float:
+def _compute_rate(stream: float, flops: float, part: KernelPart, c: Calibration) -> float:
     """Streamed bytes per microsecond that one multiprocessor's math keeps up with."""
     if not flops or not stream:
         return float("inf")
-    tiling = node.binary.tiling
+    tiling = part.binary.tiling
     if tiling.core == "wgmma":
         return stream / flops * c.wgmma_flops
     rate = stream / flops * c.mma_flops
-    if node.binary.kind.startswith("gemm_fp8"):
+    if part.binary.kind.startswith("gemm_fp8"):
         # Weights are unpacked once, tokens once per 16 weight rows.
         rate = min(rate, c.unpack_bytes / (1.0 + tiling.block_m / 16))
     return rate

@@ -5,8 +5,8 @@ of the weights with the inputs, the body. HBM and L2 are shared rates: each CTA 
 flows slow down by one factor when a rate is full. A multiprocessor holds CTAs by threads, shared memory and registers.
 
 Programmatic dependent launch is exact: a kernel starts once all CTAs of its programmatic producers have triggered or
-exited and its ordinary ones have ended; its wait returns when all producers have ended; residents keep their slots
-while they wait. Everything is deterministic.
+exited, those of its launch-completion producers have begun, and its ordinary producers have ended; its wait returns
+when all producers have ended; residents keep their slots while they wait. Everything is deterministic.
 
 Caveats: an L2 prefetch is not modelled, the last wave of a grid starts as slots come free, and a CTA's bytes in flight
 are those of its own ring, whatever else its multiprocessor holds.
@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
-from backends.plan.launches import POINTS, EdgeKind, KernelNode, LaunchPlan
+from backends.plan.launches import POINTS, EdgeKind, KernelPart, LaunchPlan
 from backends.simulator.calibration import Calibration
 from backends.simulator.cost import KernelCost, kernel_cost, splits_of
 from backends.simulator.slots import Slots
@@ -43,7 +44,8 @@ class Model:
             ValueError: the plan cannot finish: its edges form a cycle, or a CTA fits no multiprocessor.
         """
         splits = splits_of(self.graph, plan)
-        run = _Run(plan, [self._cost(node, splits) for node in plan.nodes], self.calibration)
+        apart = one_op_a_node(plan)
+        run = _Run(apart, [self._cost(part, splits) for part in apart.parts()], self.calibration)
         return run.timeline()
 
     def floor_us(self, size: int) -> float:
@@ -51,17 +53,29 @@ class Model:
         c = self.calibration
         return 2 * c.ordinary_us - c.bracket_us + c.start_us + c.load_latency_us + size / c.hbm_bytes_per_us
 
-    def _cost(self, node: KernelNode, splits: dict[str, int]) -> KernelCost:
-        read = tuple(splits.get(tensor) for tensor in self.graph.ops[node.op].reads.values())
-        key = (node.op, node.binary.tiling, node.splits, node.wait, node.w_ahead, read)
+    def _cost(self, part: KernelPart, splits: dict[str, int]) -> KernelCost:
+        read = tuple(splits.get(tensor) for tensor in self.graph.ops[part.op].reads.values())
+        key = (part.op, part.binary.tiling, part.grid, part.wait, part.w_ahead, read)
         if key not in self._costs:
-            self._costs[key] = kernel_cost(self.graph, node, splits, self.calibration)
+            self._costs[key] = kernel_cost(self.graph, part, splits, self.calibration)
         return self._costs[key]
 
 
 def predict(graph: OpGraph, plan: LaunchPlan, calibration: Calibration) -> Timeline:
     """Predicts one plan; for many plans of one graph keep a `Model`."""
     return Model(graph, calibration).predict(plan)
+
+
+def one_op_a_node(plan: LaunchPlan) -> LaunchPlan:
+    """A plan whose shared launches are taken apart: their ops launch together and each has all of their edges."""
+    parts = {node.op: [replace(node, parts=(part,)) for part in node.parts] for node in plan.nodes}
+    edges = (
+        replace(edge, producer=p.op, consumer=c.op)
+        for edge in plan.edges
+        for p in parts[edge.producer]
+        for c in parts[edge.consumer]
+    )
+    return replace(plan, nodes=tuple(node for node in plan.nodes for node in parts[node.op]), edges=tuple(edges))
 
 
 class _Run:
@@ -171,6 +185,8 @@ class _Run:
         late = rank * self.c.fan_out_us
         if kind is EdgeKind.ORDINARY:
             return producer.end + self.c.ordinary_us + late
+        if kind is EdgeKind.LAUNCH_COMPLETION:
+            return producer.begun + self.c.early_us + late
         return producer.trigger_time + self.c.early_us + late
 
     def _place(self) -> None:
@@ -190,7 +206,14 @@ class _Run:
             self._at(self.now + self.c.start_us, partial(self._enter, group))
             if not kernel.unplaced:
                 kernel.placed_all, kernel.slot_us = self.now, self.now - kernel.launch
+                self._at(self.now + self.c.start_us, partial(self._begun, kernel))
         self.hungry[:] = [kernel for kernel in self.hungry if kernel.unplaced]
+
+    def _begun(self, kernel: Kernel) -> None:
+        """All CTAs have begun: consumers that wait for no more may launch."""
+        kernel.begun = self.now
+        for consumer in kernel.out:
+            self._try_launch(consumer)
 
     # The life of a group.
 
@@ -205,7 +228,7 @@ class _Run:
 
     def _wait_at(self, point: str, group: Group, then: Callable[[], None]) -> None:
         """Goes on at once, unless the kernel waits at this point."""
-        if group.kernel.node.wait == POINTS[point]:
+        if group.kernel.node.parts[0].wait == POINTS[point]:
             self._acquire(group, then)
         else:
             then()
@@ -295,7 +318,7 @@ class _Run:
         for consumer in kernel.out:
             consumer.unended -= 1
             if not consumer.unended:
-                soft = any(kind is EdgeKind.PROGRAMMATIC for _, kind, _ in consumer.parents)
+                soft = any(kind is not EdgeKind.ORDINARY for _, kind, _ in consumer.parents)
                 consumer.ready = self.now + (self.c.wait_us if soft else 0.0)
                 self._at(consumer.ready, partial(self._wake, consumer))
             self._try_launch(consumer)
@@ -307,7 +330,7 @@ class _Run:
 
     def _trigger(self, group: Group, point: str) -> None:
         kernel = group.kernel
-        if kernel.node.trigger != POINTS[point]:
+        if kernel.node.parts[0].trigger != POINTS[point]:
             return
         kernel.triggered += group.count
         if kernel.triggered == kernel.cost.ctas:

@@ -14,9 +14,9 @@ class Kernel:
     """State of one node during a run."""
 
     __slots__ = (
-        "blocker", "cost", "end", "finished", "first", "groups", "input", "launch", "launched", "memory_us", "node",
-        "order", "out", "parents", "placed_all", "ready", "reached", "slot_us", "trigger_time", "triggered", "unended",
-        "unplaced", "waiting",
+        "begun", "blocker", "cost", "end", "finished", "first", "groups", "input", "launch", "launched", "memory_us",
+        "node", "order", "out", "parents", "placed_all", "ready", "reached", "slot_us", "trigger_time", "triggered",
+        "unended", "unplaced", "waiting",
     )  # fmt: skip
 
     def __init__(self, order: int, node: KernelNode, cost: KernelCost) -> None:
@@ -26,7 +26,7 @@ class Kernel:
         self.out: list[Kernel] = []
         self.unended = 0
         self.launch = self.ready = self.end = self.trigger_time = NEVER
-        self.first = self.input = self.placed_all = self.reached = NEVER
+        self.first = self.input = self.placed_all = self.begun = self.reached = NEVER
         self.launched = False
         self.triggered = self.finished = 0
         self.waiting: list[Callable[[], None]] = []

@@ -10,7 +10,7 @@ from backends.cmp import build
 from backends.cmp.build import Bracket, MapCache, build_graph
 from backends.errors import GraphMismatch
 from backends.plan.encode import MAP_BYTES
-from backends.plan.launches import EdgeKind, LaunchPlan, lower
+from backends.plan.launches import LaunchPlan, lower
 from search_spaces.cmp import CmpSpace, default, serial
 from search_spaces.errors import IllegalConfig
 from search_spaces.gpu import GpuRecord
@@ -31,7 +31,7 @@ class FakeGraph:
 
     def __init__(self) -> None:
         self.nodes: list[Any] = []
-        self.held: set[tuple[int, int, bool]] = set()
+        self.held: set[tuple[int, int, str]] = set()
         self.state = "open"
         FakeGraph.made.append(self)
 
@@ -39,10 +39,10 @@ class FakeGraph:
         self.nodes.append((kernel, grid, threads, shared, priority))
         return len(self.nodes) - 1
 
-    def add_edge(self, producer: int, consumer: int, *, programmatic: bool) -> None:
-        self.held.add((producer, consumer, programmatic))
+    def add_edge(self, producer: int, consumer: int, kind: str = "ordinary") -> None:
+        self.held.add((producer, consumer, kind))
 
-    def edges(self) -> set[tuple[int, int, bool]]:
+    def edges(self) -> set[tuple[int, int, str]]:
         return self.held
 
     def instantiate(self, stream: object) -> None:
@@ -55,8 +55,8 @@ class FakeGraph:
 class ForgetsProgrammatic(FakeGraph):
     """A driver that makes every edge ordinary, as one call with a list of edge data can."""
 
-    def add_edge(self, producer: int, consumer: int, *, programmatic: bool) -> None:
-        self.held.add((producer, consumer, False))
+    def add_edge(self, producer: int, consumer: int, kind: str = "ordinary") -> None:
+        self.held.add((producer, consumer, "ordinary"))
 
 
 class FakeKernels:
@@ -90,10 +90,10 @@ def test_a_graph_holds_the_plan_between_its_stamps(config: Any) -> None:
     names = [node[0] for node in graph.nodes]
     assert names == ["refresh", "stamp", *(node.op for node in plan.nodes), "stamp"]
     assert graph.state == "ready"
-    typed = {(names[a], names[b], programmatic) for a, b, programmatic in graph.held}
-    planned = {(e.producer, e.consumer, e.kind is EdgeKind.PROGRAMMATIC) for e in plan.edges}
-    bounds = {("refresh", "stamp", False)} | {("stamp", root, False) for root in plan.roots()}
-    assert typed == planned | bounds | {(sink, "stamp", False) for sink in plan.sinks()}
+    typed = {(names[a], names[b], kind) for a, b, kind in graph.held}
+    planned = {(e.producer, e.consumer, e.kind.value) for e in plan.edges}
+    bounds = {("refresh", "stamp", "ordinary")} | {("stamp", root, "ordinary") for root in plan.roots()}
+    assert typed == planned | bounds | {(sink, "stamp", "ordinary") for sink in plan.sinks()}
 
 
 def test_the_empty_bracket_and_a_bare_plan() -> None:

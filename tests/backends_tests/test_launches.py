@@ -5,16 +5,17 @@ from __future__ import annotations
 import random
 import struct
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from backends.plan.encode import GRID_HEADER_BYTES, MAP_BYTES, OPERAND_SLOTS, grid_args, map_specs, table_row
-from backends.plan.launches import EdgeKind, lower, transitive_reduction
+from backends.plan.launches import EdgeKind, Prefetch, lower, transitive_reduction
 from backends.plan.verify import ancestors, verify
 from search_spaces.cmp import CmpSpace, default, serial
-from search_spaces.config import from_json, numerics_key, run_key, to_json
+from search_spaces.config import CmpConfig, from_json, numerics_key, run_key, to_json
 from search_spaces.errors import ConfigError, IllegalConfig
 from search_spaces.gpu import GpuRecord
 from workloads.attention_pre.graph import build_graph
@@ -132,9 +133,9 @@ def test_configs_that_do_not_fit_are_refused_with_the_reason() -> None:
 def test_parameter_blocks_have_the_device_layout() -> None:
     plan = lower(GRAPH, default(SPACE), "sm_90a")
     addresses = {name: 0x1000 * (i + 1) for i, name in enumerate(GRAPH.tensors)}
-    for node in plan.nodes:
-        maps = [bytes([i]) * MAP_BYTES for i, _ in enumerate(map_specs(node.operands))]
-        body = grid_args(node, addresses, maps)
+    for part in plan.parts():
+        maps = [bytes([i]) * MAP_BYTES for i, _ in enumerate(map_specs(part.operands))]
+        body = grid_args(part, addresses, maps)
         assert len(body) == GRID_HEADER_BYTES + MAP_BYTES * max(len(maps), 1)
         assert body[GRID_HEADER_BYTES:].startswith(b"".join(maps))
 
@@ -152,13 +153,106 @@ def test_the_words_of_a_grid_kernel_stand_where_the_shell_reads_them() -> None:
     space = CmpSpace(
         build_chain(PdlChainShape(layers=1)), GpuRecord("NVIDIA H200", "sm_90a", 132, 60 << 20, 233472, 232448)
     )
-    node = replace(
-        lower(space.graph, serial(space), "sm_90a").nodes[0], k_blocks=48, splits=5, trigger=3, wait=2, w_ahead=7
+    part = replace(
+        lower(space.graph, serial(space), "sm_90a").parts()[0],
+        k_blocks=48,
+        tiles=(11, 5, 1),
+        ctas_x=6,
+        trigger=3,
+        wait=2,
+        w_ahead=7,
+        prefetch=Prefetch("w0", 64, 4),
     )
-    body = grid_args(node, dict.fromkeys(space.graph.tensors, 0), (), delay_us=9)
-    assert struct.unpack_from("<6i", body, OPERAND_SLOTS * 8) == (9, 3, 3, 2, 7, 9)
+    addresses = dict.fromkeys(space.graph.tensors, 0) | {"w0": 77}
+    body = grid_args(part, addresses, (), first_cta=8, delay_us=9, trace=99)
+    words = struct.unpack_from("<2Q12i", body, OPERAND_SLOTS * 8)
+    assert words == (77, 99, 9, 3, 3, 2, 7, 9, 11, 6, 5, 8, 64, 4)
 
 
 def test_tensor_maps_are_numbered_in_operand_order() -> None:
     spec = TensorMapSpec("w", (128, 64), (128,), (128, 64))
     assert table_row((spec, 5, spec), {}, (11, 12))[:3] == [11, 5, 12]
+
+
+def with_ops(**changes: dict[str, Any]) -> CmpConfig:
+    """The default config with fields of some ops' schedules changed."""
+    base = default(SPACE)
+    return replace(base, ops={name: replace(s, **changes.get(name, {})) for name, s in base.ops.items()})
+
+
+def test_ops_that_share_a_launch_are_one_node_with_the_edges_of_both() -> None:
+    config = with_ops(C0={"host": "B0"}, B1={"host": "B0", "trigger": "stored"})
+    SPACE.check(config)
+    plan = lower(GRAPH, config, "sm_90a")
+    node = plan.node("C0")
+    assert node.op == "B0+C0+B1"
+    assert node.grid == (sum(part.ctas for part in node.parts), 1, 1)
+    assert node.threads == 320
+    assert [part.trigger for part in node.parts] == [3, 3, 5]
+    edges = {(edge.producer, edge.consumer) for edge in plan.edges}
+    assert {("A0", node.op), (node.op, "B0f"), (node.op, "B1f")} <= edges
+    assert (node.op, "D1f") not in edges  # implied by the path over B0f and D1
+    assert verify(GRAPH, plan).passed
+
+
+def test_the_strictest_kind_rules_an_edge_between_launches() -> None:
+    config = replace(with_ops(C0={"host": "B0"}), programmatic=frozenset({("A0", "B0")}))
+    assert lower(GRAPH, config, "sm_90a").edges[0].kind is EdgeKind.ORDINARY
+    config = replace(config, programmatic=frozenset({("A0", "B0"), ("A0", "C0")}))
+    assert lower(GRAPH, config, "sm_90a").edges[0].kind is EdgeKind.PROGRAMMATIC
+
+
+@pytest.mark.parametrize(
+    ("op", "host", "words"), [("D0", "B0", "D0: cannot share"), ("B0f", "B0", "B0f: cannot share"), ("C0", "Z9", "Z9")]
+)
+def test_ops_that_may_not_share_a_launch_are_refused(op: str, host: str, words: str) -> None:
+    with pytest.raises((IllegalConfig, ConfigError), match=words):
+        SPACE.check(with_ops(**{op: {"host": host}}))
+    with pytest.raises((IllegalConfig, ConfigError)):
+        lower(GRAPH, with_ops(**{op: {"host": host}, "D1": {"host": "D0"}}), "sm_90a")
+
+
+def test_two_launches_that_wait_for_each_other_are_refused() -> None:
+    with pytest.raises(IllegalConfig, match="wait for each other"):
+        lower(GRAPH, with_ops(D1={"host": "B1f"}, E1={"host": "D0"}, D2={"host": "B0f"}), "sm_90a")
+
+
+def test_a_host_that_hosts_itself_is_refused() -> None:
+    with pytest.raises(ConfigError, match="hosted by"):
+        lower(GRAPH, with_ops(C0={"host": "B1"}, B1={"host": "C0"}), "sm_90a")
+
+
+@given(st.integers(1, 400))
+def test_a_grid_cap_holds_and_every_tile_has_a_cta(cap: int) -> None:
+    part = lower(GRAPH, with_ops(D0={"grid_cap": cap}), "sm_90a").node("D0").parts[0]
+    assert part.ctas <= max(cap, part.tiles[1] * part.tiles[2])
+    assert 1 <= part.ctas_x <= part.tiles[0] == 256
+    most, least = -(-256 // part.ctas_x), 256 // part.ctas_x
+    assert most - least <= 1  # as even as whole tiles allow
+
+
+def test_a_row_op_has_no_grid_cap() -> None:
+    with pytest.raises(IllegalConfig, match="a row op has one CTA a tile"):
+        lower(GRAPH, with_ops(B0f={"grid_cap": 4}), "sm_90a")
+
+
+def test_a_prefetch_is_of_weights_and_stays_within_them() -> None:
+    of_d0 = {"prefetch_of": "D0", "prefetch_kib": 1 << 20, "prefetch_at": "stored"}
+    part = lower(GRAPH, with_ops(A0=of_d0), "sm_90a").node("A0").parts[0]
+    assert part.prefetch is not None and part.prefetch.tensor == "w_d0"
+    assert part.prefetch.bytes_per_cta * part.ctas <= GRAPH.tensors["w_d0"].bytes
+    assert part.prefetch.bytes_per_cta % 16 == 0
+    with pytest.raises(IllegalConfig, match="streams no weights"):
+        lower(GRAPH, with_ops(A0={**of_d0, "prefetch_of": "E1"}), "sm_90a")
+    with pytest.raises(ConfigError, match="no such op"):
+        lower(GRAPH, with_ops(A0={**of_d0, "prefetch_of": "Z9"}), "sm_90a")
+    plan = lower(GRAPH, with_ops(A0=of_d0), "sm_90a")
+    stray = replace(part, prefetch=replace(part.prefetch, tensor="q_fp8"))
+    nodes = tuple(replace(n, parts=(stray,)) if n.op == "A0" else n for n in plan.nodes)
+    assert "no weight" in verify(GRAPH, replace(plan, nodes=nodes)).message
+
+
+def test_a_part_of_a_plan_keeps_its_edges() -> None:
+    part = lower(GRAPH, default(SPACE), "sm_90a").only(["A0", "B0", "D0"])
+    assert [node.op for node in part.nodes] == ["A0", "B0", "D0"]
+    assert [(edge.producer, edge.consumer) for edge in part.edges] == [("A0", "B0")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -37,6 +38,7 @@ SERIAL = lower(LAYER, serial(SPACE), "sm_90a")
 PLAIN = lower(LAYER, replace(default(SPACE), programmatic=frozenset()), "sm_90a")
 TRIGGERS = tuple(POINTS)
 SLOW_US = 5.0  # so long that what may go ahead has gone ahead
+ONE_CTA: dict[str, Any] = {"tiles": (1, 1, 1), "ctas_x": 1}
 SLOW = replace(H200, row_us={**H200.row_us, "scale_bias_relu": SLOW_US})
 
 
@@ -44,7 +46,9 @@ def chain_plan(kind: EdgeKind, trigger: str = "none", wait: str = "none") -> Lau
     """Three layers of one CTA each in a chain with edges of one kind."""
     plan = lower(CHAIN, serial(CmpSpace(CHAIN, H200.gpu)), "sm_90a")
     nodes = tuple(
-        replace(node, grid=(1, 1, 1), trigger=POINTS[trigger], wait=POINTS[wait] if i else 0)
+        replace(
+            node, parts=(replace(node.parts[0], **ONE_CTA, trigger=POINTS[trigger], wait=POINTS[wait] if i else 0),)
+        )
         for i, node in enumerate(plan.nodes)
     )
     return replace(plan, nodes=nodes, edges=tuple(PlanEdge(e.producer, e.consumer, kind) for e in plan.edges))
@@ -56,7 +60,7 @@ def edges_of(plan: LaunchPlan, *edges: tuple[str, str, EdgeKind]) -> LaunchPlan:
 
 def row_time(plan: LaunchPlan) -> tuple[float, float]:
     """Of one CTA of the chain: from start to the end of its issue of loads, and from its inputs' issue to its end."""
-    cost = kernel_cost(CHAIN, plan.node("L1"), splits_of(CHAIN, plan), H200)
+    cost = kernel_cost(CHAIN, plan.node("L1").parts[0], splits_of(CHAIN, plan), H200)
     copies = cost.input_latency_us + cost.input_bytes / H200.sm_bytes_per_us
     return H200.start_us + cost.set_up_us, copies + cost.body_us + H200.flush_us
 

@@ -14,7 +14,8 @@ from backends.cuda import jit
 from backends.cuda.lint import Report, Slots, lint, lint_kernel, slots_of
 from backends.cuda.sass import Kernel, disassembler, parse
 from backends.cuda.sources import grid_source
-from backends.plan.launches import CompileKey, compile_key
+from backends.plan.encode import OPERAND_SLOTS
+from backends.plan.launches import CompileKey, KernelNode, compile_key, lower
 from search_spaces.cmp import CmpSpace, serial
 from search_spaces.config import splits_of, to_json
 from search_spaces.gpu import GpuRecord
@@ -40,7 +41,7 @@ def kernels(arch: str) -> Iterator[tuple[str, CompileKey, Slots]]:
             cores = KINDS[op.kind].tunables(op, graph).get("core", ("mma_sync",))
             for core in (core for core in cores if core in space.gpu.cores()):
                 tiling = replace(schedule.tiling, core=str(core))
-                slots = slots_of(KINDS[op.kind].operands(op, graph, tiling, splits_of(graph, config)), graph)
+                slots = slots_of([KINDS[op.kind].operands(op, graph, tiling, splits_of(graph, config))], graph)
                 yield f"{name} {core}", compile_key(op, tiling, "grid", arch), slots
 
 
@@ -49,15 +50,39 @@ def kernels(arch: str) -> Iterator[tuple[str, CompileKey, Slots]]:
 def test_every_grid_kernel_waits_first(arch: str, tmp_path: Path) -> None:
     seen: dict[tuple[CompileKey, Slots], Report] = {}
     found = list(kernels(arch))
-    jit.build_all([(grid_source(key), arch) for _, key, _ in found], tmp_path)
+    jit.build_all([(grid_source((key,)), arch) for _, key, _ in found], tmp_path)
     for name, key, slots in found:
         if (key, slots) not in seen:
-            seen[key, slots] = lint(jit.build(grid_source(key), arch, tmp_path).path, slots)
+            seen[key, slots] = lint(jit.build(grid_source((key,)), arch, tmp_path).path, slots)
         report = seen[key, slots]
         assert not report.findings, f"{name}: {report.findings[0]}"
         assert report.waits >= 3 and report.guarded > 0
         reads_early = name.split()[0] not in {"D1f", "E1"}  # those hold no weights
         assert (report.early > 0) == reads_early, name
+
+
+def shared_launch(arch: str, host: str, *guests: str) -> KernelNode:
+    """The node of a launch that ops share, at default tilings."""
+    graph = build_graph(AttentionPreShape())
+    config = CmpSpace(graph, replace(H200, arch=arch)).decode({f"{guest}.host": host for guest in guests})
+    return lower(graph, config, arch).node(host)
+
+
+@needs_disassembler
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("ops", [("B0", "C0"), ("B0", "B1", "C0"), ("D0", "D1")])
+def test_a_shared_launch_assembles_and_waits_first(arch: str, ops: tuple[str, ...], tmp_path: Path) -> None:
+    node = shared_launch(arch, *ops)
+    slots = slots_of([part.operands for part in node.parts], build_graph(AttentionPreShape()))
+    cubin = jit.build(grid_source(node.binary), arch, tmp_path)
+    assert cubin.spill_bytes == 0
+    report = lint(cubin.path, slots)
+    assert not report.findings, report.findings[0]
+    assert report.waits >= 3 and report.guarded > 0 and report.early > 0
+    # The proof looks at each op's own row: without the weights of one of them it must fail.
+    for row in range(len(ops)):
+        other = frozenset(slot for slot in slots.weights if slot // OPERAND_SLOTS != row)
+        assert lint(cubin.path, replace(slots, weights=other)).findings
 
 
 # Fault: op, header, text that is replaced, by what, and what the finding must say.
@@ -127,7 +152,7 @@ def test_a_planted_fault_is_caught(fault: str, arch: str, tmp_path: Path, monkey
     op = plant(fault, tmp_path / "include")
     monkeypatch.setattr(jit, "INCLUDE", tmp_path / "include")
     key, slots = next((key, slots) for name, key, slots in kernels(arch) if name.split()[0] == op)
-    report = lint(jit.build(grid_source(key), arch, tmp_path).path, slots)
+    report = lint(jit.build(grid_source((key,)), arch, tmp_path).path, slots)
     assert any(FAULTS[fault][-1] in str(finding) for finding in report.findings), report
     assert all(finding.witness[0] == "spantune_kernel" for finding in report.findings)
 

@@ -50,7 +50,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("arch", "name"), KEYS)
 def test_grid_kernel_assembles_without_spills(arch: str, name: str, cache: Path) -> None:
-    cubin = jit.build(grid_source(default_keys(arch)[name]), arch, cache)
+    cubin = jit.build(grid_source((default_keys(arch)[name],)), arch, cache)
     assert cubin.registers > 0
     assert cubin.spill_bytes == 0
 
@@ -64,7 +64,7 @@ def test_system_kernels_assemble(arch: str, cache: Path) -> None:
 @pytest.mark.parametrize(("arch", "name"), [(a, n) for a, n in KEYS if a != "sm_100a"])
 def test_both_shells_round_alike(arch: str, name: str, cache: Path) -> None:
     key = default_keys(arch)[name]
-    grid = jit.build(grid_source(key), arch, cache)
+    grid = jit.build(grid_source((key,)), arch, cache)
     resident = jit.build(persistent_source([key]), arch, cache)
     assert rounding_kinds(grid.path) == rounding_kinds(resident.path)
 

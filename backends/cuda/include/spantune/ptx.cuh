@@ -86,6 +86,10 @@ constexpr uint64_t kEvictLast = 0x14F0000000000000ull;
 SPANTUNE_DEVICE void prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
+// Brings bytes into L2; hands no value to the kernel.
+SPANTUNE_DEVICE void prefetch_bulk(uint64_t source, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+}
 SPANTUNE_DEVICE void copy_bulk(uint32_t destination, const void* source, int bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
                "l"(source), "r"(bytes), "r"(barrier)

@@ -14,24 +14,40 @@ namespace spantune {
 
 constexpr int kMaxMaps = 4;
 
-// Parameters of every grid kernel. Layout mirrored by backends/plan/encode.py.
+// Parameters of one op in a grid kernel. Layout mirrored by backends/plan/encode.py.
 template <int kMaps>
 struct alignas(64) GridArgs {
   uint64_t operands[kOperandSlots];
+  uint64_t prefetch_from;      // weights of a later op
+  uint64_t trace;              // stamps, read in trace builds only
   int32_t k_blocks_per_split;  // quotient and remainder of the op's k-blocks by its splits: no division here
   int32_t k_blocks_left;
-  int32_t trigger;  // a Point
-  int32_t wait;     // a Point: kEntry, kSetUp, or kNone for the acquires alone
-  int32_t w_ahead;  // W stages that may be issued before the W loader waits
+  int32_t trigger;   // a Point
+  int32_t wait;      // a Point: kEntry, kSetUp, or kNone for the acquires alone
+  int32_t w_ahead;   // W stages that may be issued before the W loader waits
   int32_t delay_us;  // fault injection: time between the trigger and everything after it, 0 in every timed plan
-  int32_t reserved[10];
+  int32_t n_tiles;   // of the op
+  int32_t ctas_x;    // CTAs along n: CTA x takes n tiles x, x + ctas_x, ... (a row op one tile)
+  int32_t splits;
+  int32_t first_cta;       // CTAs of the ops before this one in a shared launch
+  int32_t prefetch_bytes;  // a CTA, a multiple of 16
+  int32_t prefetch_at;     // a Point, kNone for no prefetch
   TensorMap maps[kMaps > 0 ? kMaps : 1];
+};
+
+// Place of a CTA in its op's grid.
+struct Cta {
+  int x, split, m;
 };
 
 template <class Op, int kMaps>
 class GridShell {
  public:
-  SPANTUNE_DEVICE GridShell(const GridArgs<kMaps>& args, uint32_t shared) : args_(args), shared_(shared) {}
+  SPANTUNE_DEVICE GridShell(const GridArgs<kMaps>& args, const Cta& cta, uint32_t shared)
+      : args_(args), cta_(cta), shared_(shared) {}
+
+  // Which of its tiles the CTA is about to run.
+  SPANTUNE_DEVICE void begin(bool first, bool last) { first_ = first, last_ = last; }
 
   template <class T>
   SPANTUNE_DEVICE T* pointer(int slot) const {
@@ -57,9 +73,12 @@ class GridShell {
   // The end of the kernel publishes the stores.
   SPANTUNE_DEVICE void release() const {}
 
-  // Called by one thread, once a point, in program order.
+  // Called by one thread, once a point and tile, in program order. What comes before the inputs are read counts in the
+  // CTA's first tile, the rest in its last.
   SPANTUNE_DEVICE void announce(Point point) const {
-    if (args_.trigger == static_cast<int>(point)) {
+    const bool counts = point < Point::kInputsRead ? first_ : last_;
+    if (counts && args_.prefetch_at == static_cast<int>(point)) prefetch();
+    if (counts && args_.trigger == static_cast<int>(point)) {
       ptx::launch_dependents();
       if (args_.delay_us > 0) {
         const uint64_t start = ptx::global_timer();
@@ -71,61 +90,133 @@ class GridShell {
   SPANTUNE_DEVICE void sync_math() const { ptx::named_sync<1, kMathThreads>(); }
 
  private:
-  const GridArgs<kMaps>& args_;
-  const uint32_t shared_;
-};
+  // This CTA's share of the weights that a later op will stream.
+  SPANTUNE_DEVICE void prefetch() const {
+    constexpr int kPiece = 16384;
+    const int64_t index = (static_cast<int64_t>(cta_.m) * args_.splits + cta_.split) * args_.ctas_x + cta_.x;
+    const uint64_t from = args_.prefetch_from + index * args_.prefetch_bytes;
+#pragma unroll 1
+    for (int at = 0; at < args_.prefetch_bytes; at += kPiece)
+      ptx::prefetch_bulk(from + at, min(kPiece, args_.prefetch_bytes - at));
+  }
 
-template <class Op>
-inline constexpr int kGridThreads = kMathThreads + (Op::kHasLoaders ? 2 * kWarpLanes : 0);
+  const GridArgs<kMaps>& args_;
+  const Cta cta_;
+  const uint32_t shared_;
+  bool first_ = true, last_ = true;
+};
 
 // First k-block of split i: the first `left` splits hold one more; the same formula as workloads/ops/base.py.
 SPANTUNE_DEVICE int split_bound(int per_split, int left, int i) { return per_split * i + min(i, left); }
 
-template <class Op, int kMaps>
-SPANTUNE_DEVICE void run_grid(const GridArgs<kMaps>& args) {
-  extern __shared__ __align__(1024) unsigned char shared_memory[];
-  using Shell = GridShell<Op, kMaps>;
-  const Shell shell(args, ptx::shared_address(shared_memory));
-  const int split = blockIdx.y;
-  const Tile tile{static_cast<int>(blockIdx.z), static_cast<int>(blockIdx.x), split_bound(args.k_blocks_per_split, args.k_blocks_left, split),
-                  split_bound(args.k_blocks_per_split, args.k_blocks_left, split + 1), split};
+// One op of a launch, with its number of tensor maps.
+template <int kMapCount, class OpType>
+struct GridPart {
+  using Op = OpType;
+  using Args = GridArgs<kMapCount>;
+  static constexpr int kMaps = kMapCount;
+  static constexpr int kThreads = kMathThreads + (Op::kHasLoaders ? 2 * kWarpLanes : 0);
+};
+
+// All roles of one tile of an op with loaders. Barriers are fresh for every tile.
+template <class Part, class Shell>
+SPANTUNE_DEVICE void run_tile(const typename Part::Args& args, const Shell& shell, const Tile& tile, bool first) {
+  using Op = typename Part::Op;
   const int warp = threadIdx.x / kWarpLanes;
-
-  if (threadIdx.x == 0) shell.announce(Point::kEntry);
-  if (args.wait == static_cast<int>(Point::kEntry)) ptx::grid_dependency_wait();
-
-  if constexpr (Op::kHasLoaders) {
-    constexpr int kThreads = kGridThreads<Op>;
-    if (warp == kMathWarps) {
-      // The W loader makes the barriers itself: its first loads wait for no other warp.
-      for (int i = shell.lane(); i < Op::kBarriers; i += kWarpLanes) ptx::barrier_init(shell.barrier(i), Op::arrivals(i));
-      ptx::barrier_init_fence();
-      __syncwarp();
-      ptx::named_arrive<2, kThreads>();
-      if (shell.lane() == 0) shell.announce(Point::kSetUp);
-      if (args.wait == static_cast<int>(Point::kSetUp)) ptx::grid_dependency_wait();
-      Op::weights(shell, tile);
-    } else {
-      ptx::named_sync<2, kThreads>();
-      if (args.wait == static_cast<int>(Point::kSetUp)) ptx::grid_dependency_wait();
-      if (warp == kMathWarps + 1) {
-        Op::inputs(shell, tile);
-      } else {
-        Op::math(shell, tile);
-      }
+  if (warp == kMathWarps) {
+    // The W loader makes the barriers itself: its first loads wait for no other warp.
+    for (int i = shell.lane(); i < Op::kBarriers; i += kWarpLanes) {
+      if (!first) ptx::barrier_invalidate(shell.barrier(i));
+      ptx::barrier_init(shell.barrier(i), Op::arrivals(i));
     }
-  } else {
-    if (threadIdx.x == 0) shell.announce(Point::kSetUp);
+    ptx::barrier_init_fence();
+    __syncwarp();
+    ptx::named_arrive<2, Part::kThreads>();
+    if (shell.lane() == 0) shell.announce(Point::kSetUp);
     if (args.wait == static_cast<int>(Point::kSetUp)) ptx::grid_dependency_wait();
-    Op::math(shell, tile);
+    Op::weights(shell, tile);
+  } else {
+    ptx::named_sync<2, Part::kThreads>();
+    if (args.wait == static_cast<int>(Point::kSetUp)) ptx::grid_dependency_wait();
+    if (warp == kMathWarps + 1) {
+      Op::inputs(shell, tile);
+    } else {
+      Op::math(shell, tile);
+    }
   }
 }
 
+template <class Part>
+SPANTUNE_DEVICE void run_part(const typename Part::Args& args, const Cta& cta) {
+  using Op = typename Part::Op;
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  GridShell<Op, Part::kMaps> shell(args, cta, ptx::shared_address(shared_memory));
+  Tile tile{cta.m, cta.x, split_bound(args.k_blocks_per_split, args.k_blocks_left, cta.split),
+            split_bound(args.k_blocks_per_split, args.k_blocks_left, cta.split + 1), cta.split};
+  if (threadIdx.x >= Part::kThreads) return;  // of a shared launch whose other op has loaders
+
+  if (threadIdx.x == 0) shell.announce(Point::kEntry);
+  if (args.wait == static_cast<int>(Point::kEntry)) ptx::grid_dependency_wait();
+  if constexpr (!Op::kHasLoaders) {
+    if (threadIdx.x == 0) shell.announce(Point::kSetUp);
+    if (args.wait == static_cast<int>(Point::kSetUp)) ptx::grid_dependency_wait();
+    Op::math(shell, tile);
+  } else {
+#pragma unroll 1
+    for (bool first = true;; first = false) {
+      const int next = tile.n + args.ctas_x;
+      const bool last = next >= args.n_tiles;
+      shell.begin(first, last);
+      run_tile<Part>(args, shell, tile, first);
+      if (last) break;
+      ptx::fence_proxy_async();  // this tile's generic accesses of the pages come before the next tile's copies
+      ptx::named_sync<3, Part::kThreads>();
+      tile.n = next;
+    }
+  }
+}
+
+// Parameter blocks of the ops that share a launch, one behind the other.
+template <class First, class... Rest>
+struct SharedArgs {
+  typename First::Args first;
+  SharedArgs<Rest...> rest;
+};
+template <class Last>
+struct SharedArgs<Last> {
+  typename Last::Args first;
+};
+
+template <class First, class... Rest>
+SPANTUNE_DEVICE void run_shared(const SharedArgs<First, Rest...>& args) {
+  const int index = static_cast<int>(blockIdx.x);
+  if constexpr (sizeof...(Rest) > 0) {
+    if (index >= args.rest.first.first_cta) return run_shared<Rest...>(args.rest);
+  }
+  const unsigned place = index - args.first.first_cta, row = place / static_cast<unsigned>(args.first.ctas_x);
+  run_part<First>(args.first, Cta{static_cast<int>(place - row * args.first.ctas_x),
+                                  static_cast<int>(row % static_cast<unsigned>(args.first.splits)),
+                                  static_cast<int>(row / static_cast<unsigned>(args.first.splits))});
+}
+
+template <class... Parts>
+struct SharedLaunch {
+  static constexpr int kThreads = kMathThreads + ((Parts::Op::kHasLoaders || ...) ? 2 * kWarpLanes : 0);
+};
+
 }  // namespace spantune
 
-// Defines the kernel of one op; a translation unit holds one.
-#define SPANTUNE_GRID_KERNEL(name, maps, ctas_per_sm, ...)                                                          \
-  extern "C" __global__ void __launch_bounds__(spantune::kGridThreads<__VA_ARGS__>, ctas_per_sm)                \
-      name(const __grid_constant__ spantune::GridArgs<maps> args) {                                                 \
-    spantune::run_grid<__VA_ARGS__, maps>(args);                                                                    \
+// Defines the kernel of one op, a GridPart; a translation unit holds one kernel.
+#define SPANTUNE_GRID_KERNEL(name, ctas_per_sm, ...)                                                          \
+  extern "C" __global__ void __launch_bounds__((__VA_ARGS__::kThreads), ctas_per_sm)                            \
+      name(const __grid_constant__ __VA_ARGS__::Args args) {                                                    \
+    spantune::run_part<__VA_ARGS__>(args, spantune::Cta{static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y), \
+                                                        static_cast<int>(blockIdx.z)});                         \
+  }
+
+// Defines the kernel of several ops that run side by side, CTAs numbered through the parts in turn along x.
+#define SPANTUNE_SHARED_KERNEL(name, ctas_per_sm, ...)                                             \
+  extern "C" __global__ void __launch_bounds__((spantune::SharedLaunch<__VA_ARGS__>::kThreads), ctas_per_sm) \
+      name(const __grid_constant__ spantune::SharedArgs<__VA_ARGS__> args) {                                   \
+    spantune::run_shared(args);                                                                                \
   }
