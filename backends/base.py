@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from search_spaces.config import Config
 from search_spaces.gpu import GpuRecord
+
+if TYPE_CHECKING:
+    from backends.plan.launches import LaunchPlan
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,13 @@ class Session(Protocol):
 
     def verify(self, executable: Executable) -> Verdict:
         """Checks outputs against the reference once per numerics key, and bitwise against it for every plan."""
+
+    def probe(self, verified: Executable, plan: LaunchPlan) -> Executable:
+        """An executable of a plan derived from a verified one by leaving out kernels or edges. For timing only: what it
+        writes means nothing, and `verify` refuses it."""
+
+    def streams(self, size: int) -> Sequence[Executable]:
+        """Executables that only stream `size` bytes, cold, in the bracket of plans; the fastest one is the floor."""
 
     def measure(self, executables: Sequence[Executable], rounds: int) -> list[list[float]]:
         """Spans in microseconds, bracket subtracted: one list of `rounds` readings per executable.

@@ -37,13 +37,14 @@ SLOTS = 4096  # stamp pairs that one measuring call may hold before it reads the
 
 @dataclass
 class CudaExecutable:
-    """A config's graphs, one per rotation set."""
+    """A config's graphs, one per rotation set; `verified` once its outputs have a passing verdict."""
 
-    plan: launches.LaunchPlan | QueuePlan
+    plan: launches.LaunchPlan | QueuePlan | None
     plan_key: str
     numerics_key: str
     graphs: list[driver.Graph]
     resident: ResidentPlan | None = None
+    verified: bool = False
 
     def close(self) -> None:
         for graph in self.graphs:
@@ -162,6 +163,36 @@ class CudaSession:
                 executable.graphs.append(self._graph(plan, index, delay_us))
         return executable
 
+    def probe(self, verified: Executable, plan: launches.LaunchPlan) -> CudaExecutable:
+        """Graphs of a plan that is derived from a verified one by leaving out kernels or edges. For timing only.
+
+        Raises:
+            ValueError: `verified` has no passing verdict, or the plan runs kernels that it does not.
+        """
+        source = _own(verified)
+        if not source.verified or not isinstance(source.plan, launches.LaunchPlan):
+            raise ValueError("only a plan with a passing verdict can be taken apart")
+        if not {n.binary for n in plan.nodes} <= {n.binary for n in source.plan.nodes}:
+            raise ValueError("the plan runs kernels that the verified one does not")
+        executable = CudaExecutable(plan, plan.key(), "", [])
+        with _closing_on_error(executable):
+            for index in range(len(self._sets)):
+                executable.graphs.append(self._graph(plan, index))
+        return executable
+
+    def streams(self, size: int) -> list[CudaExecutable]:
+        """Kernels that only stream `size` bytes of a set, cold, in the bracket of plans: the candidates for a floor."""
+        found = []
+        for launch in stream_launches(self._gpu.record.sm_count):
+            executable = CudaExecutable(None, "", "", [])
+            found.append(executable)
+            with _closing_on_error(executable):
+                for index, arena in enumerate(self._sets):
+                    kernel = launch(self.kernels, arena.base, size, self._stamps)
+                    executable.graphs.append(bracketed_kernel(self.kernels, kernel, self._bracket(index)))
+                    executable.graphs[-1].instantiate(self._gpu.stream)
+        return found
+
     def _prepare_megakernel(self, config: MegakernelConfig) -> CudaExecutable:
         plan = lower_queues(self.graph, config, self._gpu.record.arch, self._gpu.record.sm_count)
         verdict = verify_queues(self.graph, plan)
@@ -192,8 +223,11 @@ class CudaSession:
     def verify(self, executable: Executable) -> Verdict:
         """See `Session.verify`."""
         run = _own(executable)
+        if not run.numerics_key:
+            raise ValueError("a part of a plan is for timing only: it has no verdict of its own")
         verdict = self._verifier.check(run.numerics_key, lambda: self._replay(run))
         self._load_variant(self._base)
+        run.verified = verdict.passed
         return verdict
 
     def outputs(self, executable: Executable, variant: int = 0) -> dict[str, Any]:
@@ -260,24 +294,15 @@ class CudaSession:
 
     def floor_us(self) -> float:
         """See `Session.floor_us`. The best of plain loads and bulk copies over several grids."""
-        size = compulsory_bytes(self.graph)
-        lists = [
-            [
-                bracketed_kernel(self.kernels, launch(self.kernels, arena.base, size, self._stamps), self._bracket(i))
-                for i, arena in enumerate(self._sets)
-            ]
-            for launch in stream_launches(self._gpu.record.sm_count)
-        ]
+        candidates = self.streams(compulsory_bytes(self.graph))
         try:
-            for graph in (g for graphs in lists for g in graphs):
-                graph.instantiate(self._gpu.stream)
-            readings: list[list[float]] = [[] for _ in lists]
-            for owner, microseconds in self._read(lists, self._protocol.min_rounds * 2):
+            readings: list[list[float]] = [[] for _ in candidates]
+            for owner, microseconds in self._read([c.graphs for c in candidates], self._protocol.min_rounds * 2):
                 readings[owner].append(microseconds - self.bracket_us)
             return min(hodges_lehmann(samples) for samples in readings)
         finally:
-            for graph in (g for graphs in lists for g in graphs):
-                graph.close()
+            for candidate in candidates:
+                candidate.close()
 
     def clocks(self) -> dict[str, str]:
         """SM clock, power, throttle reasons and other processes, as nvidia-smi tells; empty where it does not."""

@@ -30,10 +30,11 @@ NOISE = 0.005  # relative spread of the made-up reading noise
 class SimulatedExecutable:
     """A proved plan with its predicted timeline."""
 
-    plan: launches.LaunchPlan
+    plan: launches.LaunchPlan | None
     plan_key: str
     numerics_key: str
-    timeline: Timeline
+    span_us: float
+    timeline: Timeline | None = None
 
     def close(self) -> None:
         """Holds nothing."""
@@ -76,11 +77,25 @@ class SimulatedSession:
         if not verdict.passed:
             raise UnsafePlan(verdict.message)
         key = numerics_key(self.graph, config, self.calibration.gpu.arch)
-        return SimulatedExecutable(plan, plan.key(), key, self._model.predict(plan))
+        timeline = self._model.predict(plan)
+        return SimulatedExecutable(plan, plan.key(), key, timeline.span_us, timeline)
+
+    def probe(self, verified: Executable, plan: launches.LaunchPlan) -> SimulatedExecutable:
+        """Predicts a plan that is derived from a verified one by leaving out kernels or edges."""
+        assert _own(verified).plan is not None
+        timeline = self._model.predict(plan)
+        return SimulatedExecutable(plan, plan.key(), "", timeline.span_us, timeline)
+
+    def streams(self, size: int) -> list[SimulatedExecutable]:
+        """The floor of so many bytes, as the one candidate there is."""
+        return [SimulatedExecutable(None, f"stream{size}", "", self._model.floor_us(size))]
 
     def verify(self, executable: Executable) -> Verdict:
         """The plan's proof: nothing runs, so no output can be checked."""
-        return verify_plan(self.graph, _own(executable).plan)
+        run = _own(executable)
+        if run.plan is None or not run.numerics_key:
+            raise ValueError("a part of a plan is for timing only: it has no verdict of its own")
+        return verify_plan(self.graph, run.plan)
 
     def measure(self, executables: Sequence[Executable], rounds: int) -> list[list[float]]:
         """Predicted spans, one list per executable, with noise that repeats for a plan and a round."""
@@ -89,7 +104,7 @@ class SimulatedSession:
 
     def _reading(self, executable: SimulatedExecutable, number: int) -> float:
         noise = random.Random(f"{executable.plan_key}/{self._round}/{number}").gauss(0.0, NOISE)
-        return round(executable.timeline.span_us * (1.0 + noise) / TIMER_US) * TIMER_US
+        return round(executable.span_us * (1.0 + noise) / TIMER_US) * TIMER_US
 
     def floor_us(self) -> float:
         """Time to stream the compulsory bytes at the modelled rate."""

@@ -251,7 +251,7 @@ def test_the_headline_orders_as_measured(name: str) -> None:
     session = SimulatedSession(SessionSpec("attention_pre", {}, f"sim:{name}"))
     base = default(session.space)
     spans = [
-        session.prepare(config).timeline.span_us
+        session.prepare(config).span_us
         for config in (serial(session.space), replace(base, programmatic=frozenset()), base)
     ]
     assert spans[0] > spans[1] > spans[2] > session.floor_us()
@@ -270,7 +270,7 @@ def test_readings_repeat_for_a_fresh_session_and_are_marked() -> None:
     readings = runs[0][0]
     assert len(set(readings)) > 1
     assert all(r == pytest.approx(round(r / TIMER_US) * TIMER_US) for r in readings)
-    assert sum(readings) / 9 == pytest.approx(run.timeline.span_us, rel=0.02)
+    assert sum(readings) / 9 == pytest.approx(run.span_us, rel=0.02)
 
 
 def test_weights_that_fit_l2_come_from_it_when_warm() -> None:
@@ -278,7 +278,7 @@ def test_weights_that_fit_l2_come_from_it_when_warm() -> None:
         SimulatedSession(SessionSpec("attention_pre", {}, "sim:b300", ops=("A0", "B0", "B0f"), l2=l2))
         for l2 in ("warm", "cold")
     )
-    assert warm.prepare(serial(warm.space)).timeline.span_us < cold.prepare(serial(cold.space)).timeline.span_us
+    assert warm.prepare(serial(warm.space)).span_us < cold.prepare(serial(cold.space)).timeline.span_us
 
 
 def test_what_has_no_model_or_another_owner_is_refused() -> None:
