@@ -1,4 +1,4 @@
-"""The command line: `spantune tune | space | show | best | compare | estimate | lint`.
+"""The command line: `spantune tune | ablate | edge | space | show | best | compare | estimate | lint`.
 
 Exit codes: 0 done; 1 it failed; 2 bad input; 3 nothing beats the default config significantly; 130 Ctrl-C.
 """
@@ -21,6 +21,8 @@ from results.best import BestKeptWarning
 from results.record import Outcome
 from search_spaces.cmp import Choice, CmpSpace
 from search_spaces.config import from_json
+from tuner.ablation import ROUNDS
+from tuner.ablation_command import ablate_config, render_ablation, render_edge, study_one_edge
 from tuner.confirm import Finalist
 from tuner.describe import describe_config
 from tuner.devices import default_device, device_label, gpu_record
@@ -99,6 +101,15 @@ def _parser() -> argparse.ArgumentParser:
     _add_workload(lint)
     lint.add_argument("--config", type=Path, metavar="FILE", help="a config or a best file (default: untuned)")
     lint.set_defaults(run=_lint)
+    parts = commands.add_parser(
+        "ablate", help="where a config's time goes: branches, hand-offs, each stage, each chain"
+    )
+    _add_measured(parts)
+    parts.set_defaults(run=_ablate)
+    edge = commands.add_parser("edge", help="what an early launch is worth on one edge, by where the consumer waits")
+    _add_measured(edge)
+    edge.add_argument("--edge", required=True, metavar="'A0>B0'", help="producer and consumer")
+    edge.set_defaults(run=_edge)
     _add_estimate(commands.add_parser("estimate", help="how much of a model's decode step is gaps between kernels"))
     return parser
 
@@ -110,6 +121,13 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", metavar="A0,B0", help="only these ops of the graph")
     parser.add_argument("--device", help="cuda:N or sim:NAME (default: the first GPU, else sim:b300)")
     parser.add_argument("--l2", choices=("cold", "warm"), default="cold", help="whether weights start in L2")
+
+
+def _add_measured(parser: argparse.ArgumentParser) -> None:
+    _add_workload(parser)
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a config or a best file (default: untuned)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"paired rounds of every row (default {ROUNDS})")
+    parser.add_argument("--json", action="store_true", help="print every number as JSON")
 
 
 def _add_results(parser: argparse.ArgumentParser) -> None:
@@ -265,6 +283,18 @@ def _estimate(arguments: argparse.Namespace) -> int:
     wanted = estimate.steps(arguments.model, given(decode_step.DIMENSIONS), given(decode_step.SETTINGS))
     table = estimate.estimate(wanted, estimate.machine(arguments.device))
     print(json.dumps(table.to_json(), indent=1) if arguments.json else estimate.render(table))
+    return OK
+
+
+def _ablate(arguments: argparse.Namespace) -> int:
+    found = ablate_config(_spec(arguments), arguments.config, rounds=arguments.rounds)
+    print(json.dumps(found.to_json(), indent=1) if arguments.json else render_ablation(found))
+    return OK
+
+
+def _edge(arguments: argparse.Namespace) -> int:
+    found = study_one_edge(_spec(arguments), arguments.edge, arguments.config, rounds=arguments.rounds)
+    print(json.dumps(found.to_json(), indent=1) if arguments.json else render_edge(found))
     return OK
 
 

@@ -37,7 +37,10 @@ SLOTS = 4096  # stamp pairs that one measuring call may hold before it reads the
 
 @dataclass
 class CudaExecutable:
-    """A config's graphs, one per rotation set; `verified` once its outputs have a passing verdict."""
+    """A config's graphs, one per rotation set; `verified` once its outputs have a passing verdict.
+
+    `evict` tells that it touches so little of a set that rotation alone would leave that in L2.
+    """
 
     plan: launches.LaunchPlan | QueuePlan | None
     plan_key: str
@@ -45,6 +48,7 @@ class CudaExecutable:
     graphs: list[driver.Graph]
     resident: ResidentPlan | None = None
     verified: bool = False
+    evict: bool = False
 
     def close(self) -> None:
         for graph in self.graphs:
@@ -70,6 +74,7 @@ class CudaSession:
         self._rng = random.Random(spec.seed)
         self._maps = MapCache()
         self._next_set = 0
+        self._evictors: dict[int, driver.Graph] = {}
         self._allocate()
         self._load_data(spec.seed)
         self._health = Health(self._gpu.uuid)
@@ -174,7 +179,7 @@ class CudaSession:
             raise ValueError("only a plan with a passing verdict can be taken apart")
         if not {n.binary for n in plan.nodes} <= {n.binary for n in source.plan.nodes}:
             raise ValueError("the plan runs kernels that the verified one does not")
-        executable = CudaExecutable(plan, plan.key(), "", [])
+        executable = CudaExecutable(plan, plan.key(), "", [], evict=self._protocol.l2 == "cold")
         with _closing_on_error(executable):
             for index in range(len(self._sets)):
                 executable.graphs.append(self._graph(plan, index))
@@ -184,7 +189,7 @@ class CudaSession:
         """Kernels that only stream `size` bytes of a set, cold, in the bracket of plans: the candidates for a floor."""
         found = []
         for launch in stream_launches(self._gpu.record.sm_count):
-            executable = CudaExecutable(None, "", "", [])
+            executable = CudaExecutable(None, "", "", [], evict=self._protocol.l2 == "cold")
             found.append(executable)
             with _closing_on_error(executable):
                 for index, arena in enumerate(self._sets):
@@ -243,8 +248,7 @@ class CudaSession:
     def measure(self, executables: Sequence[Executable], rounds: int) -> list[list[float]]:
         """See `Session.measure`."""
         readings: list[list[float]] = [[] for _ in executables]
-        graphs = [_own(executable).graphs for executable in executables]
-        found = self._read(graphs, rounds)
+        found = self._read([_own(executable) for executable in executables], rounds)
         disturbance = self._health.disturbance()
         if disturbance is not None:
             raise MeasurementVoid(disturbance)
@@ -252,31 +256,54 @@ class CudaSession:
             readings[owner].append(microseconds - self.bracket_us)
         return readings
 
-    def _read(self, graphs: Sequence[Sequence[driver.Graph]], rounds: int) -> list[tuple[int, float]]:
-        """Replays every graph list `rounds` times in random order; (list index, microseconds) in replay order.
+    def _read(self, runs: Sequence[CudaExecutable], rounds: int) -> list[tuple[int, float]]:
+        """Replays every executable `rounds` times in random order; (index, microseconds) in replay order.
 
         Replays are queued back to back, so that the GPU keeps its clocks; each timed replay follows untimed ones of the
-        same config on other sets.
+        same executable on other sets.
         """
         found: list[tuple[int, float]] = []
         owners: list[int] = []
         for done in range(rounds):
-            order = list(range(len(graphs)))
+            order = list(range(len(runs)))
             self._rng.shuffle(order)
             for owner in order:
-                self._queue(graphs[owner], len(owners))
+                self._queue(runs[owner], len(owners))
                 owners.append(owner)
-            if len(owners) + len(graphs) > SLOTS or done == rounds - 1 or len(owners) >= 256:
+            if len(owners) + len(runs) > SLOTS or done == rounds - 1 or len(owners) >= 256:
                 found += self._collect(owners)
                 owners = []
         return found
 
-    def _queue(self, graphs: Sequence[driver.Graph], slot: int) -> None:
+    def _queue(self, run: CudaExecutable, slot: int) -> None:
+        count = len(run.graphs)
+        timed = (self._next_set + self._protocol.warmups) % count
+        if run.evict:
+            self._evictor(timed).launch(self._gpu.stream)
         for _ in range(self._protocol.warmups + 1):
-            index = self._next_set % len(graphs)
+            index = self._next_set % count
             self._next_set += 1
-            graphs[index].launch(self._gpu.stream)
+            run.graphs[index].launch(self._gpu.stream)
         driver.copy_to_host(self._readings + 16 * slot, self._stamps + 16 * index, 16, self._gpu.stream)
+
+    def _evictor(self, index: int) -> driver.Graph:
+        """A graph that streams every set but one, so that L2 holds nothing of that one."""
+        if index not in self._evictors:
+            launch = stream_launches(self._gpu.record.sm_count)[0]
+            graph = driver.Graph()
+            self._evictors[index] = graph
+            before = None
+            for other, arena in enumerate(self._sets):
+                if other != index:
+                    kernel = launch(self.kernels, arena.base, arena.bytes, self._stamps)
+                    node = graph.add_kernel(
+                        kernel.kernel, (kernel.grid, 1, 1), kernel.threads, kernel.shared_bytes, kernel.arguments
+                    )
+                    if before is not None:
+                        graph.add_edge(before, node)
+                    before = node
+            graph.instantiate(self._gpu.stream)
+        return self._evictors[index]
 
     def _collect(self, owners: Sequence[int]) -> list[tuple[int, float]]:
         driver.synchronize(self._gpu.stream)
@@ -284,20 +311,19 @@ class CudaSession:
         return [(owner, (stamps[2 * i + 1] - stamps[2 * i]) / 1000) for i, owner in enumerate(owners)]
 
     def _read_bracket(self) -> float:
-        graphs = [self._graph(None, index) for index in range(len(self._sets))]
+        empty = CudaExecutable(None, "", "", [self._graph(None, index) for index in range(len(self._sets))])
         try:
-            self._read([graphs], 20)
-            return trimmed_mean([us for _, us in self._read([graphs], self._protocol.bracket_replays)])
+            self._read([empty], 20)
+            return trimmed_mean([us for _, us in self._read([empty], self._protocol.bracket_replays)])
         finally:
-            for graph in graphs:
-                graph.close()
+            empty.close()
 
     def floor_us(self) -> float:
         """See `Session.floor_us`. The best of plain loads and bulk copies over several grids."""
         candidates = self.streams(compulsory_bytes(self.graph))
         try:
             readings: list[list[float]] = [[] for _ in candidates]
-            for owner, microseconds in self._read([c.graphs for c in candidates], self._protocol.min_rounds * 2):
+            for owner, microseconds in self._read(candidates, self._protocol.min_rounds * 2):
                 readings[owner].append(microseconds - self.bracket_us)
             return min(hodges_lehmann(samples) for samples in readings)
         finally:
@@ -316,6 +342,9 @@ class CudaSession:
 
     def close(self) -> None:
         """Frees the device. Safe to call twice."""
+        for graph in self._evictors.values():
+            graph.close()
+        self._evictors = {}
         for arena in (*self._sets, self._inputs, self._written, self._pristine):
             arena.close()
         if self._stamps:

@@ -37,13 +37,13 @@ class Model:
         self.graph, self.calibration = graph, calibration
         self._costs: dict[tuple[object, ...], KernelCost] = {}
 
-    def predict(self, plan: LaunchPlan) -> Timeline:
-        """Predicts the timeline of a launch plan.
+    def predict(self, plan: LaunchPlan, whole: LaunchPlan | None = None) -> Timeline:
+        """Predicts the timeline of a launch plan, which may be a part of a whole one.
 
         Raises:
             ValueError: the plan cannot finish: its edges form a cycle, or a CTA fits no multiprocessor.
         """
-        splits = splits_of(self.graph, plan)
+        splits = splits_of(self.graph, whole or plan)
         apart = one_op_a_node(plan)
         run = _Run(apart, [self._cost(part, splits) for part in apart.parts()], self.calibration)
         return run.timeline()

@@ -82,8 +82,7 @@ class SimulatedSession:
 
     def probe(self, verified: Executable, plan: launches.LaunchPlan) -> SimulatedExecutable:
         """Predicts a plan that is derived from a verified one by leaving out kernels or edges."""
-        assert _own(verified).plan is not None
-        timeline = self._model.predict(plan)
+        timeline = self._model.predict(plan, _own(verified).plan)
         return SimulatedExecutable(plan, plan.key(), "", timeline.span_us, timeline)
 
     def streams(self, size: int) -> list[SimulatedExecutable]:
