@@ -1,8 +1,9 @@
-"""What `spantune ablate` and `spantune edge` do: measure on one device, and say the tables."""
+"""What `spantune ablate`, `edge` and `kernels` do: measure on one device, and say the tables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,11 @@ from backends.base import Session, SessionSpec
 from backends.sessions import open_session
 from results.table import aligned
 from search_spaces.cmp import CmpSpace, default
-from search_spaces.config import CmpConfig
+from search_spaces.config import CmpConfig, to_json
 from tuner.ablation import LINEAR_ORDINARY, Ablation, Reading, ablate
+from tuner.alone import StageRace, tune_alone, with_tilings
 from tuner.config_file import read_config
+from tuner.describe import tiling_words
 from tuner.devices import DeviceLock
 from tuner.edge_study import EdgeStudy, closure, parse_edge, study_edge
 from tuner.errors import OptionError
@@ -46,6 +49,27 @@ def ablate_config(
     with _session(spec) as session:
         order = registry.get(spec.workload).stages
         return ablate(session, graph, _config(session, graph, chosen), order=order, rounds=rounds, alive=alive)
+
+
+def tune_kernels(
+    spec: SessionSpec, out: Path | None, *, alive: Callable[[], None] = lambda: None
+) -> tuple[CmpConfig, list[StageRace]]:
+    """Tunes every kernel alone. Returns the winners under the default schedule, and writes that config to `out`.
+
+    Raises:
+        InputError: what is asked for is not possible.
+        DeviceBusy: another process measures on the GPU.
+    """
+    graph = graph_of(spec)
+    if out is not None and not out.parent.is_dir():
+        raise OptionError(f"{out} cannot be written: {out.parent} is no folder")
+    with _session(spec) as session:
+        space = CmpSpace(graph, session.info.record)
+        kernels, races = tune_alone(session, space, order=registry.get(spec.workload).stages, alive=alive)
+        config = with_tilings(default(space), {name: s.tiling for name, s in kernels.ops.items()})
+    if out is not None:
+        out.write_text(json.dumps(to_json(config), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    return config, races
 
 
 def study_one_edge(
@@ -110,6 +134,23 @@ def render_ablation(found: Ablation) -> str:
     lines = [f"microseconds{', predicted by a model' if found.simulated else ''}", *aligned(modes), ""]
     lines += [*aligned(stages), "", *aligned(chains), ""]
     return "\n".join([*lines, f"  floor {_us(found.floor)}, bound {found.bound_us:.3f}"])
+
+
+def render_races(graph: OpGraph, races: Sequence[StageRace], *, simulated: bool) -> str:
+    """What every kernel's race found, for a terminal, without a final newline."""
+    rows = [("stage", "tilings", "untuned", "tuned", "95 %", "ratio")]
+    remarks = []
+    for race in races:
+        name = "+".join(race.stage)
+        rows.append(
+            (name, str(race.entrants), _us(race.untuned), *_span(race.reading), _ratio(race.reading.over(race.untuned)))
+        )
+        words = {op: tiling_words(graph, op, tiling) for op, tiling in race.winner.items()}
+        remarks += [f"{op}: {', '.join(tiling)}" for op, tiling in words.items() if tiling]
+        if race.refused:
+            remarks.append(f"{name}: {race.refused} tilings refused, the first: {race.reason}")
+    title = f"alone, weights cold, microseconds{', predicted by a model' if simulated else ''}"
+    return "\n".join([title, *aligned(rows), *(f"  {remark}" for remark in remarks)])
 
 
 def render_edge(found: EdgeStudy) -> str:

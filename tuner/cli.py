@@ -1,4 +1,4 @@
-"""The command line: `spantune tune | ablate | edge | space | show | best | compare | estimate | lint`.
+"""The command line: `spantune tune | ablate | edge | kernels | space | show | best | compare | estimate | lint`.
 
 Exit codes: 0 done; 1 it failed; 2 bad input; 3 nothing beats the default config significantly; 130 Ctrl-C.
 """
@@ -20,9 +20,17 @@ from results import best, compare, estimate, paths
 from results.best import BestKeptWarning
 from results.record import Outcome
 from search_spaces.cmp import Choice, CmpSpace
-from search_spaces.config import from_json
+from search_spaces.config import from_json, to_json
 from tuner.ablation import ROUNDS
-from tuner.ablation_command import ablate_config, render_ablation, render_edge, study_one_edge
+from tuner.ablation_command import (
+    ablate_config,
+    render_ablation,
+    render_edge,
+    render_races,
+    study_one_edge,
+    tune_kernels,
+)
+from tuner.config_file import read_config
 from tuner.confirm import Finalist
 from tuner.describe import describe_config
 from tuner.devices import default_device, device_label, gpu_record
@@ -79,6 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument("--storage", metavar="WHERE", help="journal:PATH, sqlite:///PATH or postgresql://USER@HOST/NAME")
     tune.add_argument("--seed", type=int, default=0, help="of the sampler and of the inputs")
     tune.add_argument("--sampler", default="tpe", help=" or ".join(SAMPLERS))
+    tune.add_argument(
+        "--start", type=Path, action="append", default=[], metavar="FILE", help="a config or best file to start from"
+    )
     tune.add_argument("--backend", default="cmp", help=" or ".join(BACKENDS))
     _add_results(tune)
     tune.set_defaults(run=_tune)
@@ -106,6 +117,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_measured(parts)
     parts.set_defaults(run=_ablate)
+    kernels = commands.add_parser("kernels", help="tune kernel by kernel, each alone: the baseline that a search beats")
+    _add_workload(kernels)
+    kernels.add_argument("--out", type=Path, metavar="FILE", help="writes the config, a start for tune")
+    kernels.add_argument("--json", action="store_true", help="print every number as JSON")
+    kernels.set_defaults(run=_kernels)
     edge = commands.add_parser("edge", help="what an early launch is worth on one edge, by where the consumer waits")
     _add_measured(edge)
     edge.add_argument("--edge", required=True, metavar="'A0>B0'", help="producer and consumer")
@@ -169,8 +185,9 @@ def _tune(arguments: argparse.Namespace) -> int:
     options = Options(
         arguments.trials, arguments.timeout, arguments.storage, arguments.sampler, arguments.seed, arguments.backend
     )
-    graph_of(spec)
+    graph = graph_of(spec)
     options.check()
+    starts = [read_config(path, spec, graph, any_shape=True) for path in arguments.start]
     place = paths.write_place(arguments.results)
     stored = best.best_path(place.folder, device_label(spec), spec.workload)
     if stored.exists():
@@ -185,6 +202,7 @@ def _tune(arguments: argparse.Namespace) -> int:
             sampler=options.sampler,
             seed=options.seed,
             backend=options.backend,
+            starts=starts,
             on_progress=printer,
         )
     except KeyboardInterrupt:
@@ -289,6 +307,16 @@ def _estimate(arguments: argparse.Namespace) -> int:
 def _ablate(arguments: argparse.Namespace) -> int:
     found = ablate_config(_spec(arguments), arguments.config, rounds=arguments.rounds)
     print(json.dumps(found.to_json(), indent=1) if arguments.json else render_ablation(found))
+    return OK
+
+
+def _kernels(arguments: argparse.Namespace) -> int:
+    spec = _spec(arguments)
+    config, races = tune_kernels(spec, arguments.out)
+    if arguments.json:
+        print(json.dumps({"config": to_json(config), "races": [race.to_json() for race in races]}, indent=1))
+    else:
+        print(render_races(graph_of(spec), races, simulated=spec.device.startswith("sim:")))
     return OK
 
 

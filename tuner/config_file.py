@@ -13,13 +13,14 @@ from tuner.identity import shape_key
 from workloads.graph import OpGraph
 
 
-def read_config(path: Path, spec: SessionSpec, graph: OpGraph) -> CmpConfig:
+def read_config(path: Path, spec: SessionSpec, graph: OpGraph, *, any_shape: bool = False) -> CmpConfig:
     """The cmp config of a workload in a file.
 
     Args:
         path: a file with one config, or with best configs.
         spec: workload, shape and device that an entry must be for.
         graph: the spec's op graph.
+        any_shape: where the file has no entry of this shape, takes its first entry.
 
     Raises:
         OptionError: the file holds none; the text says what it holds.
@@ -33,7 +34,10 @@ def read_config(path: Path, spec: SessionSpec, graph: OpGraph) -> CmpConfig:
         raise OptionError(f"config {path} is neither a config nor a best file")
     if "entries" in document:
         wanted = (shape_key(spec), graph.digest(), spec.l2)
-        entries = [e for e in best.load(path) if (e.shape_key, e.graph_digest, e.l2) == wanted]
+        published = best.load(path)
+        entries = [e for e in published if (e.shape_key, e.graph_digest, e.l2) == wanted]
+        if any_shape:
+            entries += published
         if not entries:
             raise OptionError(f"config {path} holds no entry for {spec.workload} {shape_key(spec)}, L2 {spec.l2}")
         document = dict(entries[0].config)

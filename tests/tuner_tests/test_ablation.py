@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,10 +31,11 @@ from tuner.ablation import (
     paths,
     stages_of,
 )
+from tuner.alone import tilings, tune_alone
 from tuner.cli import main
 from tuner.edge_study import closure, parse_edge, study_edge
 from tuner.errors import OptionError, StudyFailed
-from tuner.legal import Repair
+from tuner.legal import Repair, nearest
 from workloads import registry
 from workloads.attention_pre.graph import STAGES
 
@@ -199,3 +201,66 @@ def test_a_location_interval_of_a_worked_example() -> None:
 
 def test_the_difference_of_readings_is_taken_round_by_round() -> None:
     assert Reading((3.0, 5.0)).less(Reading((1.0, 2.0))).samples_us == (2.0, 3.0)
+
+
+# --- Kernel by kernel ---
+
+
+def test_every_legal_tiling_of_a_stage_is_raced_once() -> None:
+    found = [t["D0"] for t in tilings(SPACE, ("D0",))]
+    assert len(set(found)) == len(found)
+    assert found[0] == default(SPACE).ops["D0"].tiling
+    assert all(SPACE.refusal("D0", tiling) is None for tiling in found)
+    assert {t.rows for t in found} >= {64, 128}
+
+
+def test_kernels_are_tuned_alone_and_none_is_slower_than_untuned(session: Any) -> None:
+    config, races = tune_alone(session, SPACE, order=STAGES, heats=((3, 8), (5, 1)))
+    assert [race.stage[0] for race in races] == ["C0", "B1", "B0", "D0", "D1", "D2", "E1"]
+    assert set(config.streams) == {0}
+    assert not config.programmatic
+    for race in races:
+        assert race.reading.span_us <= race.untuned.span_us * 1.01
+        assert {n: config.ops[n].tiling for n in race.stage} == race.winner
+
+
+def test_a_wrong_tiling_cannot_win(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from backends.base import Verdict
+
+    right = session.verify
+
+    def verify(run: Any) -> Verdict:
+        rows = next(p.binary.tiling.rows for p in run.plan.parts() if p.op == "D0")
+        return Verdict(False, "bits", "q_nope: 1 byte differs") if rows == 128 else right(run)
+
+    monkeypatch.setattr(session, "verify", verify)
+    _, races = tune_alone(session, SPACE, order=STAGES, heats=((3, 8), (5, 1)))
+    race = next(race for race in races if race.stage == ("D0",))
+    assert race.winner["D0"].rows == 64
+    assert race.refused > 0
+    assert race.reason == "bits check: q_nope: 1 byte differs"
+
+
+def test_a_start_of_another_shape_becomes_a_legal_neighbour() -> None:
+    graph = WORKLOAD.graph(WORKLOAD.shape({"requests": 8}))
+    wide = CmpSpace(graph, SPACE.gpu)
+    config = _random(4)
+    near = nearest(wide, config)
+    wide.check(near)
+    assert near.order == config.order
+    assert near.streams == config.streams
+    assert near.ops["B0"].tiling.rows == config.ops["B0"].tiling.rows
+    assert nearest(SPACE, config) == config
+    with pytest.raises(OptionError, match="a start schedules A0, but attention_pre has"):
+        nearest(SPACE, config.restricted(("A0",)))
+
+
+def test_the_winners_start_a_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "kernels.json"
+    device = ["--device", "sim:h200"]
+    assert main(["kernels", "attention_pre", *device, "--out", str(out)]) == 0
+    assert "D0: core wgmma" in capsys.readouterr().out
+    start = ["--start", str(out), "--storage", f"journal:{tmp_path}/j", "--results", str(tmp_path / "best")]
+    assert main(["tune", "attention_pre", *device, "--trials", "20", *start]) in (0, 3)
+    assert main(["kernels", "attention_pre", *device, "--out", str(tmp_path / "none" / "x.json")]) == 2
+    assert "is no folder" in capsys.readouterr().err
