@@ -81,6 +81,10 @@ class Session(Protocol):
         """An executable of a plan derived from a verified one by leaving out kernels or edges. For timing only: what it
         writes means nothing, and `verify` refuses it."""
 
+    def steady(self, verified: Executable, layers: int) -> Executable:
+        """A verified plan for several layers in a row, each on weights of its own, programmatic edges between them. Its
+        span is that of all layers."""
+
     def streams(self, size: int) -> Sequence[Executable]:
         """Executables that only stream `size` bytes, cold, in the bracket of plans; the fastest one is the floor."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from backends.base import Executable, Session
@@ -85,6 +86,7 @@ class Ablation:
         stages: the graph as it grows, in the workload's order.
         chains: longest chains of dependent kernels by their ops, each at its fastest trigger.
         floor: streaming of all compulsory bytes.
+        beside: other configs that were read in the same rounds.
         simulated: whether a model made the numbers.
     """
 
@@ -92,6 +94,7 @@ class Ablation:
     stages: tuple[Stage, ...]
     chains: Mapping[str, Reading]
     floor: Reading
+    beside: Mapping[str, Reading]
     simulated: bool
 
     @property
@@ -114,6 +117,7 @@ class Ablation:
             "stages": stages,
             "chains": {name: reading.to_json() for name, reading in self.chains.items()},
             "floor": self.floor.to_json(),
+            "beside": {name: reading.to_json() for name, reading in self.beside.items()},
             "bound_us": self.bound_us,
             "simulated": self.simulated,
         }
@@ -269,6 +273,7 @@ def ablate(
     config: CmpConfig,
     *,
     order: Sequence[Sequence[str]] = (),
+    beside: Mapping[str, CmpConfig] = MappingProxyType({}),
     rounds: int = ROUNDS,
     alive: Callable[[], None] = lambda: None,
 ) -> Ablation:
@@ -279,6 +284,7 @@ def ablate(
         graph: the session's op graph.
         config: its kernels (tilings, hosts, grid caps) are used in every row.
         order: stages of the cumulative table; by default an op each, finalisers with their producers.
+        beside: other configs to read in the same rounds.
         rounds: paired rounds of each row.
         alive: called between measuring calls.
 
@@ -291,16 +297,18 @@ def ablate(
     with Bench(session, graph, arch) as bench:
         corners = {name: bench.verified(variant) for name, variant in modes(config).items()}
         whole = corners[DAG_PDL]
+        others = [bench.verified(other) for other in beside.values()]
         grown = [bench.prefix(whole, config, sum(groups[: i + 1], ())) for i in range(len(groups))]
         alone = [bench.part(whole, config, group) for group in groups]
-        sizes = [sum(KINDS[graph.ops[n].kind].weight_bytes(graph.ops[n], graph) for n in group) for group in groups]
+        sizes = [_streamed(graph, group) for group in groups]
         floors = {size: bench.streams(size) for size in {*sizes, compulsory_bytes(graph)} if size}
         chains = {path: _chain_runs(bench, graph, config, path) for path in paths(graph)}
-        runs = [*corners.values(), *grown, *alone]
+        runs = [*corners.values(), *others, *grown, *alone]
         runs += [run for group in floors.values() for run in group]
         runs += [run for group in chains.values() for run in group]
         taken = iter(bench.read(runs, rounds, alive))
         read_modes = {name: next(taken) for name in corners}
+        read_beside = {name: next(taken) for name in beside}
         read_grown = [next(taken) for _ in grown]
         read_alone = [next(taken) for _ in alone]
         read_floors = {size: fastest([next(taken) for _ in group]) for size, group in floors.items()}
@@ -317,7 +325,48 @@ def ablate(
         for i, group in enumerate(groups)
     )
     floor = read_floors[compulsory_bytes(graph)]
-    return Ablation(read_modes, found, read_chains, floor, session.info.simulated)
+    return Ablation(read_modes, found, read_chains, floor, read_beside, session.info.simulated)
+
+
+def _streamed(graph: OpGraph, ops: Iterable[str]) -> int:
+    """Bytes of weights and old cache entries that ops must stream."""
+    return sum(KINDS[graph.ops[name].kind].weight_bytes(graph.ops[name], graph) for name in ops)
+
+
+@dataclass(frozen=True)
+class StandAlone:
+    """One op with nothing before or beside it, and the time that only streaming its bytes takes, if it has any."""
+
+    alone: Reading
+    floor: Reading | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"alone": self.alone.to_json(), "floor": self.floor.to_json() if self.floor else None}
+
+
+def stand_alone(
+    session: Session,
+    graph: OpGraph,
+    config: CmpConfig,
+    *,
+    rounds: int = ROUNDS,
+    alive: Callable[[], None] = lambda: None,
+) -> dict[str, StandAlone]:
+    """Every op of a config alone, its weights cold, and its floor in the same rounds; by the name of its launch.
+
+    Raises:
+        StudyFailed: the config's outputs are wrong.
+        MeasurementVoid: the machine stays disturbed.
+    """
+    with Bench(session, graph, session.info.record.arch) as bench:
+        whole = bench.verified(config)
+        launches = {node.op: [part.op for part in node.parts] for node in bench.lower(config).nodes}
+        alone = [bench.part(whole, config, ops) for ops in launches.values()]
+        floors = {name: bench.streams(size) for name, ops in launches.items() if (size := _streamed(graph, ops))}
+        taken = iter(bench.read([*alone, *(run for group in floors.values() for run in group)], rounds, alive))
+        read_alone = {name: next(taken) for name in launches}
+        read_floors = {name: fastest([next(taken) for _ in group]) for name, group in floors.items()}
+    return {name: StandAlone(read_alone[name], read_floors.get(name)) for name in launches}
 
 
 def _chain_runs(bench: Bench, graph: OpGraph, config: CmpConfig, path: tuple[str, ...]) -> list[Executable]:

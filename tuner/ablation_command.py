@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from backends.base import Session, SessionSpec
 from backends.sessions import open_session
 from results.table import aligned
 from search_spaces.cmp import CmpSpace, default
 from search_spaces.config import CmpConfig, to_json
-from tuner.ablation import LINEAR_ORDINARY, Ablation, Reading, ablate
+from tuner.ablation import LINEAR_ORDINARY, Ablation, Reading, StandAlone, ablate, stand_alone
 from tuner.alone import StageRace, tune_alone, with_tilings
 from tuner.config_file import read_config
 from tuner.describe import tiling_words
@@ -25,6 +26,31 @@ from workloads import registry
 from workloads.graph import OpGraph
 
 MOST_ROUNDS = 1000
+
+
+@dataclass(frozen=True)
+class TunedKernels:
+    """What tuning kernel by kernel found.
+
+    Attributes:
+        config: the winners under the default schedule.
+        races: one per stage that has a choice.
+        alone: every winner alone, against its floor.
+        simulated: whether a model made the numbers.
+    """
+
+    config: CmpConfig
+    races: list[StageRace]
+    alone: dict[str, StandAlone]
+    simulated: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "config": to_json(self.config),
+            "races": [race.to_json() for race in self.races],
+            "alone": {name: found.to_json() for name, found in self.alone.items()},
+            "simulated": self.simulated,
+        }
 
 
 def ablate_config(
@@ -51,10 +77,8 @@ def ablate_config(
         return ablate(session, graph, _config(session, graph, chosen), order=order, rounds=rounds, alive=alive)
 
 
-def tune_kernels(
-    spec: SessionSpec, out: Path | None, *, alive: Callable[[], None] = lambda: None
-) -> tuple[CmpConfig, list[StageRace]]:
-    """Tunes every kernel alone. Returns the winners under the default schedule, and writes that config to `out`.
+def tune_kernels(spec: SessionSpec, out: Path | None, *, alive: Callable[[], None] = lambda: None) -> TunedKernels:
+    """Tunes every kernel alone and writes the winners' config to `out`.
 
     Raises:
         InputError: what is asked for is not possible.
@@ -67,9 +91,10 @@ def tune_kernels(
         space = CmpSpace(graph, session.info.record)
         kernels, races = tune_alone(session, space, order=registry.get(spec.workload).stages, alive=alive)
         config = with_tilings(default(space), {name: s.tiling for name, s in kernels.ops.items()})
+        alone = stand_alone(session, graph, kernels, alive=alive)
     if out is not None:
         out.write_text(json.dumps(to_json(config), indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    return config, races
+    return TunedKernels(config, races, alone, spec.device.startswith("sim:"))
 
 
 def study_one_edge(
@@ -136,11 +161,11 @@ def render_ablation(found: Ablation) -> str:
     return "\n".join([*lines, f"  floor {_us(found.floor)}, bound {found.bound_us:.3f}"])
 
 
-def render_races(graph: OpGraph, races: Sequence[StageRace], *, simulated: bool) -> str:
+def render_kernels(graph: OpGraph, found: TunedKernels) -> str:
     """What every kernel's race found, for a terminal, without a final newline."""
     rows = [("stage", "tilings", "untuned", "tuned", "95 %", "ratio")]
     remarks = []
-    for race in races:
+    for race in found.races:
         name = "+".join(race.stage)
         rows.append(
             (name, str(race.entrants), _us(race.untuned), *_span(race.reading), _ratio(race.reading.over(race.untuned)))
@@ -149,8 +174,12 @@ def render_races(graph: OpGraph, races: Sequence[StageRace], *, simulated: bool)
         remarks += [f"{op}: {', '.join(tiling)}" for op, tiling in words.items() if tiling]
         if race.refused:
             remarks.append(f"{name}: {race.refused} tilings refused, the first: {race.reason}")
-    title = f"alone, weights cold, microseconds{', predicted by a model' if simulated else ''}"
-    return "\n".join([title, *aligned(rows), *(f"  {remark}" for remark in remarks)])
+    ops = [("op", "alone", "95 %", "floor", "alone / floor")]
+    for name, op in found.alone.items():
+        floor = ("none", "none") if op.floor is None else (_us(op.floor), _ratio(op.alone.over(op.floor)))
+        ops.append((name, *_span(op.alone), *floor))
+    title = f"alone, weights cold, microseconds{', predicted by a model' if found.simulated else ''}"
+    return "\n".join([title, *aligned(rows), *(f"  {remark}" for remark in remarks), "", *aligned(ops)])
 
 
 def render_edge(found: EdgeStudy) -> str:

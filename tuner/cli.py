@@ -20,13 +20,13 @@ from results import best, compare, estimate, paths
 from results.best import BestKeptWarning
 from results.record import Outcome
 from search_spaces.cmp import Choice, CmpSpace
-from search_spaces.config import from_json, to_json
+from search_spaces.config import from_json
 from tuner.ablation import ROUNDS
 from tuner.ablation_command import (
     ablate_config,
     render_ablation,
     render_edge,
-    render_races,
+    render_kernels,
     study_one_edge,
     tune_kernels,
 )
@@ -312,11 +312,8 @@ def _ablate(arguments: argparse.Namespace) -> int:
 
 def _kernels(arguments: argparse.Namespace) -> int:
     spec = _spec(arguments)
-    config, races = tune_kernels(spec, arguments.out)
-    if arguments.json:
-        print(json.dumps({"config": to_json(config), "races": [race.to_json() for race in races]}, indent=1))
-    else:
-        print(render_races(graph_of(spec), races, simulated=spec.device.startswith("sim:")))
+    found = tune_kernels(spec, arguments.out)
+    print(json.dumps(found.to_json(), indent=1) if arguments.json else render_kernels(graph_of(spec), found))
     return OK
 
 

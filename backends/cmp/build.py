@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,15 +49,18 @@ def build_graph(
     *,
     bracket: Bracket | None = None,
     delay_us: int = 0,
+    later: Sequence[Mapping[str, int]] = (),
 ) -> driver.Graph:
     """Builds, checks and instantiates the graph of a plan; with a bracket and no plan, the empty bracket.
+
+    `addresses` are those of a plan's first layer; `later` those of the layers after it.
 
     Raises:
         GraphMismatch: the driver holds other edges than the plan.
     """
     graph = driver.Graph()
     try:
-        _fill(graph, plan, kernels, addresses, maps, bracket, delay_us)
+        _fill(graph, plan, kernels, (addresses, *later), maps, bracket, delay_us)
         graph.instantiate(stream)
     except BaseException:
         graph.close()
@@ -69,7 +72,7 @@ def _fill(
     graph: driver.Graph,
     plan: LaunchPlan | None,
     kernels: Kernels,
-    addresses: Mapping[str, int],
+    layers: Sequence[Mapping[str, int]],
     maps: MapCache,
     bracket: Bracket | None,
     delay_us: int,
@@ -90,7 +93,7 @@ def _fill(
         edge(0, 1)
         first = 1
     for node in plan.nodes if plan else ():
-        arguments = _arguments(node, addresses, maps, delay_us)
+        arguments = _arguments(node, layers[node.layer], maps, delay_us)
         place[node.op] = len(nodes)
         nodes.append(
             graph.add_kernel(kernels.grid(node), node.grid, node.threads, node.shared_bytes, arguments, node.priority)

@@ -185,6 +185,25 @@ class CudaSession:
                 executable.graphs.append(self._graph(plan, index))
         return executable
 
+    def steady(self, verified: Executable, layers: int) -> CudaExecutable:
+        """Graphs of a verified plan for several layers in a row, each on a set of its own; see `launches.chained`.
+
+        Raises:
+            ValueError: `verified` has no passing verdict, or there are fewer sets than layers.
+        """
+        source = _own(verified)
+        if not source.verified or not isinstance(source.plan, launches.LaunchPlan):
+            raise ValueError("only a plan with a passing verdict can be repeated")
+        if not 1 <= layers <= len(self._sets):
+            raise ValueError(f"{layers} layers need as many sets, and there are {len(self._sets)}")
+        plan = launches.chained(source.plan, layers)
+        executable = CudaExecutable(plan, plan.key(), source.numerics_key, [])
+        with _closing_on_error(executable):
+            for index in range(len(self._sets)):
+                before = [(index + 1 + i) % len(self._sets) for i in range(len(self._sets) - 1)]
+                executable.graphs.append(self._graph(plan, index, before=before[: layers - 1]))
+        return executable
+
     def streams(self, size: int) -> list[CudaExecutable]:
         """Kernels that only stream `size` bytes of a set, cold, in the bracket of plans: the candidates for a floor."""
         found = []
@@ -214,15 +233,20 @@ class CudaSession:
                 graph.instantiate(self._gpu.stream)
         return executable
 
-    def _graph(self, plan: launches.LaunchPlan | None, index: int, delay_us: int = 0) -> driver.Graph:
+    def _graph(
+        self, plan: launches.LaunchPlan | None, index: int, delay_us: int = 0, before: Sequence[int] = ()
+    ) -> driver.Graph:
+        """The graph of a set; `before` are the sets of the layers that come before the last one."""
+        first, *later = (self._addresses(i) for i in (*before, index))
         return build_graph(
             plan,
             self.kernels,
-            self._addresses(index),
+            first,
             self._maps,
             self._gpu.stream,
             bracket=self._bracket(index),
             delay_us=delay_us,
+            later=later,
         )
 
     def verify(self, executable: Executable) -> Verdict:

@@ -122,16 +122,18 @@ class KernelNode:
         parts: the ops that run side by side in it, the host first. CTAs are numbered through the parts in turn.
         priority: node priority.
         stream: stream label.
+        layer: which of several layers in a row it belongs to.
     """
 
     parts: tuple[KernelPart, ...]
     priority: int
     stream: int
+    layer: int = 0
 
     @property
     def op(self) -> str:
-        """Name of the launch: its ops, the host first."""
-        return "+".join(part.op for part in self.parts)
+        """Name of the launch: its ops, the host first, then its layer if there are several."""
+        return "+".join(part.op for part in self.parts) + (f"@{self.layer}" if self.layer else "")
 
     @property
     def binary(self) -> tuple[CompileKey, ...]:
@@ -214,6 +216,32 @@ class LaunchPlan:
         """
         text = repr((self.workload, [replace(node, stream=0) for node in self.nodes], self.edges))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def chained(plan: LaunchPlan, layers: int, trigger: str = "inputs_read") -> LaunchPlan:
+    """The same plan for several layers in a row, as a model runs it, with programmatic edges between the layers.
+
+    Sinks trigger at a point of their own, so that the next layer's roots are there when they end. Each root waits for
+    all sinks of the layer before, and with them for all of that layer: layers may share workspaces.
+    """
+    sinks, roots = plan.sinks(), plan.roots()
+    nodes: list[KernelNode] = []
+    edges: list[PlanEdge] = []
+    before: dict[str, KernelNode] = {}
+    for layer in range(layers):
+        hands_on = sinks if layer < layers - 1 else ()
+        here = {n.op: replace(_triggering(n, trigger) if n.op in hands_on else n, layer=layer) for n in plan.nodes}
+        nodes += here.values()
+        edges += [replace(e, producer=here[e.producer].op, consumer=here[e.consumer].op) for e in plan.edges]
+        if before:
+            pairs = [(before[sink].op, here[root].op) for sink in sinks for root in roots]
+            edges += [PlanEdge(producer, consumer, EdgeKind.PROGRAMMATIC) for producer, consumer in pairs]
+        before = here
+    return replace(plan, nodes=tuple(nodes), edges=tuple(edges))
+
+
+def _triggering(node: KernelNode, trigger: str) -> KernelNode:
+    return replace(node, parts=tuple(replace(part, trigger=POINTS[trigger]) for part in node.parts))
 
 
 def lower(graph: OpGraph, config: CmpConfig, arch: str) -> LaunchPlan:

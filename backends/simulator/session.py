@@ -85,6 +85,14 @@ class SimulatedSession:
         timeline = self._model.predict(plan, _own(verified).plan)
         return SimulatedExecutable(plan, plan.key(), "", timeline.span_us, timeline)
 
+    def steady(self, verified: Executable, layers: int) -> SimulatedExecutable:
+        """Predicts a plan for several layers in a row."""
+        source = _own(verified)
+        if source.plan is None:
+            raise ValueError("only a plan can be repeated")
+        timeline = self._model.predict(launches.chained(source.plan, layers), source.plan)
+        return SimulatedExecutable(source.plan, f"{source.plan_key}x{layers}", source.numerics_key, timeline.span_us)
+
     def streams(self, size: int) -> list[SimulatedExecutable]:
         """The floor of so many bytes, as the one candidate there is."""
         return [SimulatedExecutable(None, f"stream{size}", "", self._model.floor_us(size))]
