@@ -64,6 +64,7 @@ def tune_alone(
     space: CmpSpace,
     *,
     order: Sequence[Sequence[str]] = (),
+    only: Sequence[str] = (),
     heats: Sequence[tuple[int, int]] = HEATS,
     alive: Callable[[], None] = lambda: None,
 ) -> tuple[CmpConfig, list[StageRace]]:
@@ -73,6 +74,7 @@ def tune_alone(
         session: of the space's graph.
         space: gives the tilings.
         order: stages, see `tuner.ablation.stages_of`; a finaliser runs behind its producer.
+        only: ops whose stages are raced; all of them if empty.
         heats: (rounds, survivors) of each heat.
         alive: called between measuring calls.
 
@@ -83,7 +85,8 @@ def tune_alone(
     config = serial(space)
     races = []
     for stage in stages_of(space.graph, config, order):
-        if len(list(tilings(space, stage))) > 1:
+        wanted = not only or set(stage) & set(only)
+        if wanted and len(list(tilings(space, stage))) > 1:
             race = _race(session, space, config, stage, heats, alive)
             races.append(race)
             config = with_tilings(config, race.winner)

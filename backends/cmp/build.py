@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,11 +127,25 @@ class KernelLaunch:
 
 def bracketed_kernel(kernels: Kernels, launch: KernelLaunch, bracket: Bracket) -> driver.Graph:
     """A graph, not yet instantiated, of one kernel between the bracket's stamps."""
+
+    def add(graph: driver.Graph) -> Any:
+        grid = (launch.grid, 1, 1)
+        return graph.add_kernel(launch.kernel, grid, launch.threads, launch.shared_bytes, launch.arguments)
+
+    return _bracketed(kernels, add, bracket)
+
+
+def bracketed_graph(kernels: Kernels, raw: int, bracket: Bracket) -> driver.Graph:
+    """A graph, not yet instantiated, of somebody else's captured graph between the bracket's stamps."""
+    return _bracketed(kernels, lambda graph: graph.add_child(raw), bracket)
+
+
+def _bracketed(kernels: Kernels, add: Callable[[driver.Graph], Any], bracket: Bracket) -> driver.Graph:
     graph = driver.Graph()
     chain = [
         _refresh(graph, kernels, bracket),
         _stamp(graph, kernels, bracket.stamps),
-        graph.add_kernel(launch.kernel, (launch.grid, 1, 1), launch.threads, launch.shared_bytes, launch.arguments),
+        add(graph),
         _stamp(graph, kernels, bracket.stamps + 8),
     ]
     for producer, consumer in zip(chain, chain[1:], strict=False):

@@ -230,6 +230,12 @@ class Graph:
         self._ids[int(node)] = len(self._ids)
         return node
 
+    def add_child(self, raw: int) -> Any:
+        """Adds a copy of somebody else's graph, given by its raw handle, as one node without edges."""
+        node = call("cuGraphAddChildGraphNode", self._graph, [], 0, _bindings().CUgraph(raw))
+        self._ids[int(node)] = len(self._ids)
+        return node
+
     def add_edge(self, producer: object, consumer: object, kind: str = "ordinary") -> None:
         """Adds one edge; `kind` is one of `PORTS`.
 

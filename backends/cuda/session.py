@@ -13,7 +13,7 @@ from importlib import metadata
 from typing import Any
 
 from backends.base import DeviceInfo, Executable, SessionSpec, Verdict
-from backends.cmp.build import Bracket, MapCache, bracketed_kernel, build_graph
+from backends.cmp.build import Bracket, MapCache, bracketed_graph, bracketed_kernel, build_graph
 from backends.cuda import binding, driver, jit, memory
 from backends.cuda.floor import stream_launches
 from backends.cuda.health import Health
@@ -203,6 +203,25 @@ class CudaSession:
                 before = [(index + 1 + i) % len(self._sets) for i in range(len(self._sets) - 1)]
                 executable.graphs.append(self._graph(plan, index, before=before[: layers - 1]))
         return executable
+
+    def views(self, index: int) -> dict[str, Any]:
+        """Torch views of every tensor of a set, for a peer's kernels to be measured on the same memory."""
+        addresses = self._addresses(index)
+        return {t.name: binding.tensor_at(addresses[t.name], t.shape, t.dtype) for t in self.graph.tensors.values()}
+
+    def captured(self, graphs: Sequence[int]) -> CudaExecutable:
+        """Somebody else's captured graphs, one per set and given by raw handles, in the bracket of plans."""
+        executable = CudaExecutable(None, "", "", [], evict=self._protocol.l2 == "cold")
+        with _closing_on_error(executable):
+            for index, raw in enumerate(graphs):
+                executable.graphs.append(bracketed_graph(self.kernels, raw, self._bracket(index)))
+                executable.graphs[-1].instantiate(self._gpu.stream)
+        return executable
+
+    @property
+    def num_sets(self) -> int:
+        """Rotation sets of weights and caches."""
+        return len(self._sets)
 
     def streams(self, size: int) -> list[CudaExecutable]:
         """Kernels that only stream `size` bytes of a set, cold, in the bracket of plans: the candidates for a floor."""
