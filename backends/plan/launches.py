@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import product
 from typing import Any
 
-from search_spaces.cmp import CmpSpace, default_tiling
+from search_spaces.cmp import Choice, CmpSpace, default_tiling
 from search_spaces.config import CmpConfig, OpSchedule, splits_of
 from search_spaces.errors import ConfigError, IllegalConfig
 from workloads.graph import Op, OpGraph
@@ -39,6 +39,8 @@ class CompileKey:
         arch: compile target.
         tiling: with `split_k` set to 1, since that is a run-time parameter.
         constants: op parameters that are template arguments, as (name, value) pairs.
+        loops: whether a CTA takes several tiles in turn.
+        prefetches: whether it brings weights of a later op into L2.
     """
 
     kind: str
@@ -46,6 +48,8 @@ class CompileKey:
     arch: str
     tiling: Tiling
     constants: tuple[tuple[str, int | float | bool], ...] = ()
+    loops: bool = False
+    prefetches: bool = False
 
     def constant(self, name: str) -> str:
         """A constant as C++ spells it."""
@@ -281,9 +285,11 @@ def _part(graph: OpGraph, config: CmpConfig, name: str, splits: Splits, arch: st
     domain = kind.domain(op, graph, tiling)
     has_consumer = any(config.host_of(edge[0]) == config.host_of(name) for edge in config.programmatic)
     ctas_x = _capped(domain, schedule.grid_cap)
+    prefetch = _prefetch(graph, name, schedule, ctas_x * domain.splits * domain.m_tiles)
+    binary = compile_key(op, tiling, "grid", arch)
     return KernelPart(
         op=name,
-        binary=compile_key(op, tiling, "grid", arch),
+        binary=replace(binary, loops=ctas_x < domain.n_tiles, prefetches=prefetch is not None),
         tiles=(domain.n_tiles, domain.splits, domain.m_tiles),
         ctas_x=ctas_x,
         threads=kind.threads,
@@ -293,7 +299,7 @@ def _part(graph: OpGraph, config: CmpConfig, name: str, splits: Splits, arch: st
         trigger=POINTS[schedule.trigger] if has_consumer else POINTS["none"],
         wait=WAIT_POINTS[schedule.wait],
         w_ahead=schedule.w_ahead if kind.loaders else 0,
-        prefetch=_prefetch(graph, name, schedule, ctas_x * domain.splits * domain.m_tiles),
+        prefetch=prefetch,
     )
 
 
@@ -354,14 +360,26 @@ def space_binaries(space: CmpSpace) -> tuple[CompileKey, ...]:
     """Every binary that configs of a space can name, without repeats."""
     found: dict[CompileKey, None] = {}
     for name, op in space.graph.ops.items():
-        choices = {f: v for f, v in KINDS[op.kind].tunables(op, space.graph).items() if f != "split_k"}
+        choices = KINDS[op.kind].tunables(op, space.graph)
         base = default_tiling(space.graph, name, space.gpu)
         for values in product(*choices.values()):
             fields: dict[str, Any] = dict(zip(choices, values, strict=True))
             tiling = replace(base, **fields)
             if space.refusal(name, tiling) is None:
-                found[compile_key(op, tiling, "grid", space.gpu.arch)] = None
+                key = compile_key(op, tiling, "grid", space.gpu.arch)
+                found.update(dict.fromkeys(_variants(space, name, key, KINDS[op.kind].domain(op, space.graph, tiling))))
     return tuple(found)
+
+
+def _variants(space: CmpSpace, name: str, key: CompileKey, domain: Domain) -> Iterator[CompileKey]:
+    """The binaries of one tiling: as it is, and with what the space's grid caps and prefetches ask for."""
+    yield key
+    dimensions = {d.name: d.values for d in space.dimensions if isinstance(d, Choice)}
+    caps = dimensions.get(f"{name}.grid_cap", (0,))
+    if any(_capped(domain, int(cap)) < domain.n_tiles for cap in caps):
+        yield replace(key, loops=True)
+    if name in dimensions.get("prefetch.by", ()):
+        yield replace(key, prefetches=True)
 
 
 def _launch_edges(graph: OpGraph, config: CmpConfig, order: tuple[str, ...]) -> dict[tuple[str, str], EdgeKind]:

@@ -32,7 +32,7 @@ needs_disassembler = pytest.mark.skipif(disassembler() is None, reason="needs nv
 
 
 def kernels(arch: str) -> Iterator[tuple[str, CompileKey, Slots]]:
-    """Each op of both workloads at its default tiling, on every core of the target."""
+    """Each op of both workloads at its default tiling, on every core of the target, with what it can be built with."""
     for graph in (build_graph(AttentionPreShape()), build_chain(PdlChainShape(layers=1))):
         space = CmpSpace(graph, replace(H200, arch=arch))
         config = space.decode({})
@@ -42,7 +42,10 @@ def kernels(arch: str) -> Iterator[tuple[str, CompileKey, Slots]]:
             for core in (core for core in cores if core in space.gpu.cores()):
                 tiling = replace(schedule.tiling, core=str(core))
                 slots = slots_of([KINDS[op.kind].operands(op, graph, tiling, splits_of(graph, config))], graph)
-                yield f"{name} {core}", compile_key(op, tiling, "grid", arch), slots
+                key = compile_key(op, tiling, "grid", arch)
+                yield f"{name} {core}", key, slots
+                rare = {"loops": True} if KINDS[op.kind].loaders else {"prefetches": True}
+                yield f"{name} {core} {rare}", replace(key, **rare), slots
 
 
 @needs_disassembler

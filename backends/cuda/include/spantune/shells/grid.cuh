@@ -40,14 +40,34 @@ struct Cta {
   int x, split, m;
 };
 
-template <class Op, int kMaps>
+// One op of a launch. What few schedules ask for is compiled in for those alone: a kernel of a few microseconds feels
+// every line of instructions that it fetches.
+//   kMaps        tensor maps of its operand row
+//   kLoops       whether a CTA takes several tiles in turn (ops with loaders)
+//   kPrefetches  whether it brings weights of a later op into L2
+template <class OpType, int kMapCount, bool kLoopsOverTiles, bool kPrefetchesWeights>
+struct GridPart {
+  using Op = OpType;
+  using Args = GridArgs<kMapCount>;
+  static constexpr int kMaps = kMapCount;
+  static constexpr bool kLoops = kLoopsOverTiles, kPrefetches = kPrefetchesWeights;
+  static constexpr int kThreads = kMathThreads + (Op::kHasLoaders ? 2 * kWarpLanes : 0);
+  static_assert(Op::kHasLoaders || !kLoops, "a row op has one CTA a tile");
+};
+
+template <class Part>
 class GridShell {
  public:
-  SPANTUNE_DEVICE GridShell(const GridArgs<kMaps>& args, const Cta& cta, uint32_t shared)
-      : args_(args), cta_(cta), shared_(shared) {}
+  using Op = typename Part::Op;
+  SPANTUNE_DEVICE GridShell(const typename Part::Args& args, const Cta& cta, uint32_t shared)
+      : args_(args), cta_(cta), shared_(shared), trigger_(args.trigger) {}
 
-  // Which of its tiles the CTA is about to run.
-  SPANTUNE_DEVICE void begin(bool first, bool last) { first_ = first, last_ = last; }
+  // Which of its tiles the CTA is about to run. A trigger before the inputs are read counts in the CTA's first tile, a
+  // later one in its last.
+  SPANTUNE_DEVICE void begin(bool first, bool last) {
+    const bool counts = args_.trigger < static_cast<int>(Point::kInputsRead) ? first : last;
+    trigger_ = counts ? args_.trigger : static_cast<int>(Point::kNone);
+  }
 
   template <class T>
   SPANTUNE_DEVICE T* pointer(int slot) const {
@@ -73,12 +93,12 @@ class GridShell {
   // The end of the kernel publishes the stores.
   SPANTUNE_DEVICE void release() const {}
 
-  // Called by one thread, once a point and tile, in program order. What comes before the inputs are read counts in the
-  // CTA's first tile, the rest in its last.
+  // Called by one thread, once a point and tile, in program order.
   SPANTUNE_DEVICE void announce(Point point) const {
-    const bool counts = point < Point::kInputsRead ? first_ : last_;
-    if (counts && args_.prefetch_at == static_cast<int>(point)) prefetch();
-    if (counts && args_.trigger == static_cast<int>(point)) {
+    if constexpr (Part::kPrefetches) {
+      if (args_.prefetch_at == static_cast<int>(point)) prefetch();
+    }
+    if ((Part::kLoops ? trigger_ : args_.trigger) == static_cast<int>(point)) {
       ptx::launch_dependents();
       if (args_.delay_us > 0) {
         const uint64_t start = ptx::global_timer();
@@ -100,23 +120,14 @@ class GridShell {
       ptx::prefetch_bulk(from + at, min(kPiece, args_.prefetch_bytes - at));
   }
 
-  const GridArgs<kMaps>& args_;
+  const typename Part::Args& args_;
   const Cta cta_;
   const uint32_t shared_;
-  bool first_ = true, last_ = true;
+  int trigger_;
 };
 
 // First k-block of split i: the first `left` splits hold one more; the same formula as workloads/ops/base.py.
 SPANTUNE_DEVICE int split_bound(int per_split, int left, int i) { return per_split * i + min(i, left); }
-
-// One op of a launch, with its number of tensor maps.
-template <int kMapCount, class OpType>
-struct GridPart {
-  using Op = OpType;
-  using Args = GridArgs<kMapCount>;
-  static constexpr int kMaps = kMapCount;
-  static constexpr int kThreads = kMathThreads + (Op::kHasLoaders ? 2 * kWarpLanes : 0);
-};
 
 // All roles of one tile of an op with loaders. Barriers are fresh for every tile.
 template <class Part, class Shell>
@@ -126,7 +137,7 @@ SPANTUNE_DEVICE void run_tile(const typename Part::Args& args, const Shell& shel
   if (warp == kMathWarps) {
     // The W loader makes the barriers itself: its first loads wait for no other warp.
     for (int i = shell.lane(); i < Op::kBarriers; i += kWarpLanes) {
-      if (!first) ptx::barrier_invalidate(shell.barrier(i));
+      if (Part::kLoops && !first) ptx::barrier_invalidate(shell.barrier(i));
       ptx::barrier_init(shell.barrier(i), Op::arrivals(i));
     }
     ptx::barrier_init_fence();
@@ -150,7 +161,7 @@ template <class Part>
 SPANTUNE_DEVICE void run_part(const typename Part::Args& args, const Cta& cta) {
   using Op = typename Part::Op;
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  GridShell<Op, Part::kMaps> shell(args, cta, ptx::shared_address(shared_memory));
+  GridShell<Part> shell(args, cta, ptx::shared_address(shared_memory));
   Tile tile{cta.m, cta.x, split_bound(args.k_blocks_per_split, args.k_blocks_left, cta.split),
             split_bound(args.k_blocks_per_split, args.k_blocks_left, cta.split + 1), cta.split};
   if (threadIdx.x >= Part::kThreads) return;  // of a shared launch whose other op has loaders
@@ -161,6 +172,8 @@ SPANTUNE_DEVICE void run_part(const typename Part::Args& args, const Cta& cta) {
     if (threadIdx.x == 0) shell.announce(Point::kSetUp);
     if (args.wait == static_cast<int>(Point::kSetUp)) ptx::grid_dependency_wait();
     Op::math(shell, tile);
+  } else if constexpr (!Part::kLoops) {
+    run_tile<Part>(args, shell, tile, true);
   } else {
 #pragma unroll 1
     for (bool first = true;; first = false) {
