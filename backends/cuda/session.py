@@ -161,6 +161,9 @@ class CudaSession:
         verdict = verify_plan(self.graph, plan)
         if not verdict.passed:
             raise UnsafePlan(verdict.message)
+        if delay_us:
+            plan = launches.delayed(plan)
+            self.kernels.build(plan.binaries())
         key = numerics_key(self.graph, config, self._gpu.record.arch)
         executable = CudaExecutable(plan, plan.key(), key, [])
         with _closing_on_error(executable):

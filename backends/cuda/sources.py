@@ -70,17 +70,15 @@ def grid_source(keys: Sequence[CompileKey]) -> str:
     """The translation unit of one grid kernel, named `KERNEL_NAME`: of one op, or of several that share a launch."""
     ops = [DEVICE_OPS[key.kind] for key in keys]
     ctas = min(key.tiling.ctas_per_sm for key in keys)
-    parts = [
-        f"spantune::GridPart<spantune::{op.expression(key)}, {op.maps}, {_bool(key.loops)}, {_bool(key.prefetches)}>"
-        for op, key in zip(ops, keys, strict=True)
-    ]
+    parts = [_part(key, op) for op, key in zip(ops, keys, strict=True)]
     macro = "SPANTUNE_GRID_KERNEL" if len(keys) == 1 else "SPANTUNE_SHARED_KERNEL"
     includes = "".join(f'#include "spantune/{header}"\n' for header in dict.fromkeys(op.header for op in ops))
     return f'#include "spantune/shells/grid.cuh"\n{includes}{macro}({KERNEL_NAME}, {ctas}, {", ".join(parts)})\n'
 
 
-def _bool(value: bool) -> str:
-    return str(value).lower()
+def _part(key: CompileKey, op: DeviceOp) -> str:
+    extras = ", ".join(str(extra).lower() for extra in (key.loops, key.prefetches, key.delays))
+    return f"spantune::GridPart<spantune::{op.expression(key)}, {op.maps}, {extras}>"
 
 
 def persistent_source(keys: Sequence[CompileKey]) -> str:

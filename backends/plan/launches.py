@@ -41,6 +41,7 @@ class CompileKey:
         constants: op parameters that are template arguments, as (name, value) pairs.
         loops: whether a CTA takes several tiles in turn.
         prefetches: whether it brings weights of a later op into L2.
+        delays: fault injection, whether a triggering thread sleeps before it goes on.
     """
 
     kind: str
@@ -50,6 +51,7 @@ class CompileKey:
     constants: tuple[tuple[str, int | float | bool], ...] = ()
     loops: bool = False
     prefetches: bool = False
+    delays: bool = False
 
     def constant(self, name: str) -> str:
         """A constant as C++ spells it."""
@@ -220,6 +222,15 @@ class LaunchPlan:
         """
         text = repr((self.workload, [replace(node, stream=0) for node in self.nodes], self.edges))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def delayed(plan: LaunchPlan) -> LaunchPlan:
+    """The same plan with kernels whose triggering threads sleep before they go on: a missing wait reads stale data."""
+
+    def slow(part: KernelPart) -> KernelPart:
+        return replace(part, binary=replace(part.binary, delays=True))
+
+    return replace(plan, nodes=tuple(replace(n, parts=tuple(slow(part) for part in n.parts)) for n in plan.nodes))
 
 
 def chained(plan: LaunchPlan, layers: int, trigger: str = "inputs_read") -> LaunchPlan:

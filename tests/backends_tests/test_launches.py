@@ -17,6 +17,7 @@ from backends.plan.launches import (
     EdgeKind,
     Prefetch,
     chained,
+    delayed,
     lower,
     space_binaries,
     transitive_reduction,
@@ -299,3 +300,11 @@ def test_layers_in_a_row_wait_for_all_of_the_layer_before() -> None:
     assert triggers["D2"] == triggers["E1@1"] == POINTS["inputs_read"]
     assert triggers["D2@2"] == POINTS["none"]
     assert row.roots() == ("A0",)
+
+
+def test_a_delayed_plan_differs_in_its_binaries_alone() -> None:
+    plan = lower(GRAPH, default(SPACE), "sm_90a")
+    late = delayed(plan)
+    assert all(part.binary.delays for part in late.parts())
+    assert late.edges == plan.edges
+    assert late.key() != plan.key()

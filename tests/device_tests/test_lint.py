@@ -45,7 +45,7 @@ def kernels(arch: str) -> Iterator[tuple[str, CompileKey, Slots]]:
                 key = compile_key(op, tiling, "grid", arch)
                 yield f"{name} {core}", key, slots
                 rare = {"loops": True} if KINDS[op.kind].loaders else {"prefetches": True}
-                yield f"{name} {core} {rare}", replace(key, **rare), slots
+                yield f"{name} {core} {rare}", replace(key, delays=True, **rare), slots
 
 
 @needs_disassembler

@@ -25,7 +25,7 @@ struct alignas(64) GridArgs {
   int32_t trigger;   // a Point
   int32_t wait;      // a Point: kEntry, kSetUp, or kNone for the acquires alone
   int32_t w_ahead;   // W stages that may be issued before the W loader waits
-  int32_t delay_us;  // fault injection: time between the trigger and everything after it, 0 in every timed plan
+  int32_t delay_us;  // time between the trigger and everything after it, read in delaying builds only
   int32_t n_tiles;   // of the op
   int32_t ctas_x;    // CTAs along n: CTA x takes n tiles x, x + ctas_x, ... (a row op one tile)
   int32_t splits;
@@ -45,12 +45,13 @@ struct Cta {
 //   kMaps        tensor maps of its operand row
 //   kLoops       whether a CTA takes several tiles in turn (ops with loaders)
 //   kPrefetches  whether it brings weights of a later op into L2
-template <class OpType, int kMapCount, bool kLoopsOverTiles, bool kPrefetchesWeights>
+//   kDelays      fault injection: whether a triggering thread sleeps before it goes on
+template <class OpType, int kMapCount, bool kLoopsOverTiles, bool kPrefetchesWeights, bool kDelaysAfterTrigger>
 struct GridPart {
   using Op = OpType;
   using Args = GridArgs<kMapCount>;
   static constexpr int kMaps = kMapCount;
-  static constexpr bool kLoops = kLoopsOverTiles, kPrefetches = kPrefetchesWeights;
+  static constexpr bool kLoops = kLoopsOverTiles, kPrefetches = kPrefetchesWeights, kDelays = kDelaysAfterTrigger;
   static constexpr int kThreads = kMathThreads + (Op::kHasLoaders ? 2 * kWarpLanes : 0);
   static_assert(Op::kHasLoaders || !kLoops, "a row op has one CTA a tile");
 };
@@ -100,7 +101,7 @@ class GridShell {
     }
     if ((Part::kLoops ? trigger_ : args_.trigger) == static_cast<int>(point)) {
       ptx::launch_dependents();
-      if (args_.delay_us > 0) {
+      if constexpr (Part::kDelays) {
         const uint64_t start = ptx::global_timer();
         while (ptx::global_timer() - start < static_cast<uint64_t>(args_.delay_us) * 1000u) {
         }
@@ -164,8 +165,6 @@ SPANTUNE_DEVICE void run_part(const typename Part::Args& args, const Cta& cta) {
   GridShell<Part> shell(args, cta, ptx::shared_address(shared_memory));
   Tile tile{cta.m, cta.x, split_bound(args.k_blocks_per_split, args.k_blocks_left, cta.split),
             split_bound(args.k_blocks_per_split, args.k_blocks_left, cta.split + 1), cta.split};
-  if (threadIdx.x >= Part::kThreads) return;  // of a shared launch whose other op has loaders
-
   if (threadIdx.x == 0) shell.announce(Point::kEntry);
   if (args.wait == static_cast<int>(Point::kEntry)) ptx::grid_dependency_wait();
   if constexpr (!Op::kHasLoaders) {
@@ -206,6 +205,7 @@ SPANTUNE_DEVICE void run_shared(const SharedArgs<First, Rest...>& args) {
   if constexpr (sizeof...(Rest) > 0) {
     if (index >= args.rest.first.first_cta) return run_shared<Rest...>(args.rest);
   }
+  if (threadIdx.x >= First::kThreads) return;  // threads for the loaders of another op of this launch
   const unsigned place = index - args.first.first_cta, row = place / static_cast<unsigned>(args.first.ctas_x);
   run_part<First>(args.first, Cta{static_cast<int>(place - row * args.first.ctas_x),
                                   static_cast<int>(row % static_cast<unsigned>(args.first.splits)),
