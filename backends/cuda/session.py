@@ -163,7 +163,6 @@ class CudaSession:
             raise UnsafePlan(verdict.message)
         if delay_us:
             plan = launches.delayed(plan)
-            self.kernels.build(plan.binaries())
         key = numerics_key(self.graph, config, self._gpu.record.arch)
         executable = CudaExecutable(plan, plan.key(), key, [])
         with _closing_on_error(executable):

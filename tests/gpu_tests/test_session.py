@@ -50,6 +50,7 @@ def test_a_missing_edge_is_seen_as_wrong_bits(session: Any) -> None:
 def test_delayed_producers_change_no_bit(session: Any) -> None:
     run = session.prepare(default(session.space))
     assert session.verify(run).passed
+    session.kernels.build(delayed(run.plan).binaries())
     for trigger in ("entry", "set_up", "weights_issued", "inputs_read", "stored"):
         config = default(session.space)
         ops = {name: replace(schedule, trigger=trigger) for name, schedule in config.ops.items()}
