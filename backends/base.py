@@ -78,7 +78,7 @@ class Session(Protocol):
         """Checks outputs against the reference once per numerics key, and bitwise against it for every plan."""
 
     def probe(self, verified: Executable, plan: LaunchPlan) -> Executable:
-        """An executable of a plan derived from a verified one by leaving out kernels or edges. For timing only: what it
+        """An executable of a plan that leaves out kernels, edges or waits of a verified one. For timing only: what it
         writes means nothing, and `verify` refuses it."""
 
     def steady(self, verified: Executable, layers: int) -> Executable:

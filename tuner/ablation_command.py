@@ -192,7 +192,7 @@ def render_edge(found: EdgeStudy) -> str:
         )
     what = ", predicted by a model" if found.simulated else ""
     lines = [f"{found.producer} > {found.consumer}, microseconds{what}", *aligned(rows)]
-    lines.append(f"  ceiling, no edge: {_us(found.ceiling)} (time only: what it writes is wrong)")
+    lines.append(f"  ceiling, no dependency: {_us(found.ceiling)} (time only: what it writes means nothing)")
     slower = [case.wait for case in found.cases if case.saved.interval_us[1] < 0]
     return "\n".join(lines + [f"  PDL costs time with the wait at {wait}" for wait in slower])
 

@@ -8,7 +8,7 @@ import random
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
 
@@ -171,7 +171,7 @@ class CudaSession:
         return executable
 
     def probe(self, verified: Executable, plan: launches.LaunchPlan) -> CudaExecutable:
-        """Graphs of a plan that is derived from a verified one by leaving out kernels or edges. For timing only.
+        """Graphs of a plan that leaves out kernels, edges or waits of a verified one. For timing only.
 
         Raises:
             ValueError: `verified` has no passing verdict, or the plan runs kernels that it does not.
@@ -179,7 +179,8 @@ class CudaSession:
         source = _own(verified)
         if not source.verified or not isinstance(source.plan, launches.LaunchPlan):
             raise ValueError("only a plan with a passing verdict can be taken apart")
-        if not {n.binary for n in plan.nodes} <= {n.binary for n in source.plan.nodes}:
+        ordered = {tuple(replace(key, waits=True) for key in keys) for keys in plan.binaries()}
+        if not ordered <= set(source.plan.binaries()):
             raise ValueError("the plan runs kernels that the verified one does not")
         executable = CudaExecutable(plan, plan.key(), "", [], evict=self._protocol.l2 == "cold")
         with _closing_on_error(executable):

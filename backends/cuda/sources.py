@@ -77,7 +77,7 @@ def grid_source(keys: Sequence[CompileKey]) -> str:
 
 
 def _part(key: CompileKey, op: DeviceOp) -> str:
-    extras = ", ".join(str(extra).lower() for extra in (key.loops, key.prefetches, key.delays))
+    extras = ", ".join(str(extra).lower() for extra in (key.loops, key.prefetches, key.delays, key.waits))
     return f"spantune::GridPart<spantune::{op.expression(key)}, {op.maps}, {extras}>"
 
 

@@ -42,6 +42,7 @@ class CompileKey:
         loops: whether a CTA takes several tiles in turn.
         prefetches: whether it brings weights of a later op into L2.
         delays: fault injection, whether a triggering thread sleeps before it goes on.
+        waits: false only in binaries that are timed without their dependencies.
     """
 
     kind: str
@@ -52,6 +53,7 @@ class CompileKey:
     loops: bool = False
     prefetches: bool = False
     delays: bool = False
+    waits: bool = True
 
     def constant(self, name: str) -> str:
         """A constant as C++ spells it."""
@@ -226,11 +228,19 @@ class LaunchPlan:
 
 def delayed(plan: LaunchPlan) -> LaunchPlan:
     """The same plan with kernels whose triggering threads sleep before they go on: a missing wait reads stale data."""
+    return _with_binaries(plan, delays=True)
 
-    def slow(part: KernelPart) -> KernelPart:
-        return replace(part, binary=replace(part.binary, delays=True))
 
-    return replace(plan, nodes=tuple(replace(n, parts=tuple(slow(part) for part in n.parts)) for n in plan.nodes))
+def unordered(plan: LaunchPlan) -> LaunchPlan:
+    """The same plan with kernels that never wait. For timing only: what they write means nothing."""
+    return _with_binaries(plan, waits=False)
+
+
+def _with_binaries(plan: LaunchPlan, **changes: Any) -> LaunchPlan:
+    def part(old: KernelPart) -> KernelPart:
+        return replace(old, binary=replace(old.binary, **changes))
+
+    return replace(plan, nodes=tuple(replace(n, parts=tuple(part(old) for old in n.parts)) for n in plan.nodes))
 
 
 def chained(plan: LaunchPlan, layers: int, trigger: str = "inputs_read") -> LaunchPlan:

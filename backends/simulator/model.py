@@ -97,6 +97,9 @@ class _Run:
             consumer.parents.append((producer, edge.kind, len(producer.out)))
             consumer.unended += 1
             producer.out.append(consumer)
+        for kernel in self.kernels:
+            if not kernel.node.parts[0].binary.waits:
+                kernel.ready = 0.0
         roots = [kernel for kernel in self.kernels if not kernel.parents]
         for rank, kernel in enumerate(roots):
             kernel.ready = 0.0
@@ -319,8 +322,8 @@ class _Run:
             consumer.unended -= 1
             if not consumer.unended:
                 soft = any(kind is not EdgeKind.ORDINARY for _, kind, _ in consumer.parents)
-                consumer.ready = self.now + (self.c.wait_us if soft else 0.0)
-                self._at(consumer.ready, partial(self._wake, consumer))
+                consumer.ready = min(consumer.ready, self.now + (self.c.wait_us if soft else 0.0))
+                self._at(max(consumer.ready, self.now), partial(self._wake, consumer))
             self._try_launch(consumer)
 
     def _wake(self, kernel: Kernel) -> None:

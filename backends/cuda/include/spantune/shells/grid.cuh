@@ -46,12 +46,15 @@ struct Cta {
 //   kLoops       whether a CTA takes several tiles in turn (ops with loaders)
 //   kPrefetches  whether it brings weights of a later op into L2
 //   kDelays      fault injection: whether a triggering thread sleeps before it goes on
-template <class OpType, int kMapCount, bool kLoopsOverTiles, bool kPrefetchesWeights, bool kDelaysAfterTrigger>
+//   kWaits       false only where a time without the dependency is wanted; what such a kernel writes means nothing
+template <class OpType, int kMapCount, bool kLoopsOverTiles, bool kPrefetchesWeights, bool kDelaysAfterTrigger,
+          bool kWaitsForProducers>
 struct GridPart {
   using Op = OpType;
   using Args = GridArgs<kMapCount>;
   static constexpr int kMaps = kMapCount;
   static constexpr bool kLoops = kLoopsOverTiles, kPrefetches = kPrefetchesWeights, kDelays = kDelaysAfterTrigger;
+  static constexpr bool kWaits = kWaitsForProducers;
   static constexpr int kThreads = kMathThreads + (Op::kHasLoaders ? 2 * kWarpLanes : 0);
   static_assert(Op::kHasLoaders || !kLoops, "a row op has one CTA a tile");
 };
@@ -89,7 +92,13 @@ class GridShell {
   // Called by every thread of the group.
   template <Group kGroup>
   SPANTUNE_DEVICE void acquire() const {
-    ptx::grid_dependency_wait();
+    if constexpr (Part::kWaits) ptx::grid_dependency_wait();
+  }
+  // The wait that a schedule asks for at a point.
+  SPANTUNE_DEVICE void wait_at(Point point) const {
+    if constexpr (Part::kWaits) {
+      if (args_.wait == static_cast<int>(point)) ptx::grid_dependency_wait();
+    }
   }
   // The end of the kernel publishes the stores.
   SPANTUNE_DEVICE void release() const {}
@@ -132,7 +141,7 @@ SPANTUNE_DEVICE int split_bound(int per_split, int left, int i) { return per_spl
 
 // All roles of one tile of an op with loaders. Barriers are fresh for every tile.
 template <class Part, class Shell>
-SPANTUNE_DEVICE void run_tile(const typename Part::Args& args, const Shell& shell, const Tile& tile, bool first) {
+SPANTUNE_DEVICE void run_tile(const Shell& shell, const Tile& tile, bool first) {
   using Op = typename Part::Op;
   const int warp = threadIdx.x / kWarpLanes;
   if (warp == kMathWarps) {
@@ -145,11 +154,11 @@ SPANTUNE_DEVICE void run_tile(const typename Part::Args& args, const Shell& shel
     __syncwarp();
     ptx::named_arrive<2, Part::kThreads>();
     if (shell.lane() == 0) shell.announce(Point::kSetUp);
-    if (args.wait == static_cast<int>(Point::kSetUp)) ptx::grid_dependency_wait();
+    shell.wait_at(Point::kSetUp);
     Op::weights(shell, tile);
   } else {
     ptx::named_sync<2, Part::kThreads>();
-    if (args.wait == static_cast<int>(Point::kSetUp)) ptx::grid_dependency_wait();
+    shell.wait_at(Point::kSetUp);
     if (warp == kMathWarps + 1) {
       Op::inputs(shell, tile);
     } else {
@@ -166,20 +175,20 @@ SPANTUNE_DEVICE void run_part(const typename Part::Args& args, const Cta& cta) {
   Tile tile{cta.m, cta.x, split_bound(args.k_blocks_per_split, args.k_blocks_left, cta.split),
             split_bound(args.k_blocks_per_split, args.k_blocks_left, cta.split + 1), cta.split};
   if (threadIdx.x == 0) shell.announce(Point::kEntry);
-  if (args.wait == static_cast<int>(Point::kEntry)) ptx::grid_dependency_wait();
+  shell.wait_at(Point::kEntry);
   if constexpr (!Op::kHasLoaders) {
     if (threadIdx.x == 0) shell.announce(Point::kSetUp);
-    if (args.wait == static_cast<int>(Point::kSetUp)) ptx::grid_dependency_wait();
+    shell.wait_at(Point::kSetUp);
     Op::math(shell, tile);
   } else if constexpr (!Part::kLoops) {
-    run_tile<Part>(args, shell, tile, true);
+    run_tile<Part>(shell, tile, true);
   } else {
 #pragma unroll 1
     for (bool first = true;; first = false) {
       const int next = tile.n + args.ctas_x;
       const bool last = next >= args.n_tiles;
       shell.begin(first, last);
-      run_tile<Part>(args, shell, tile, first);
+      run_tile<Part>(shell, tile, first);
       if (last) break;
       ptx::fence_proxy_async();  // this tile's generic accesses of the pages come before the next tile's copies
       ptx::named_sync<3, Part::kThreads>();
