@@ -1,13 +1,14 @@
-"""Finaliser of the indexer key projection: LayerNorm, rotation, Hadamard, FP8, cache write; eight tokens a tile."""
+"""Finaliser of the indexer key projection: LayerNorm, rotation, Hadamard, FP8, cache write; two tokens a tile."""
 
 from __future__ import annotations
 
 from workloads.errors import WorkloadError
 from workloads.graph import Op, OpGraph
-from workloads.ops.base import Domain, Operand, Pointer, Region, Splits, Tile, Tiling, whole
-from workloads.ops.row_op import MATH_WARPS, RowOp, float_bits
+from workloads.ops.base import MATH_THREADS, Domain, Operand, Pointer, Region, Splits, Tile, Tiling, whole
+from workloads.ops.row_op import RowOp, float_bits
 
 WIDTH = 128
+TOKENS = MATH_THREADS // WIDTH  # of a tile: one thread sums one value
 
 
 def index_key_finalise(
@@ -48,12 +49,12 @@ class IndexKeyFinalise(RowOp):
     slots = ("partial", "weight", "bias", "positions", "slots", "cos_sin", "cache", "splits", "m", "eps")
 
     def domain(self, op: Op, graph: OpGraph, tiling: Tiling) -> Domain:
-        return Domain(-(-graph.tensors[op.tensor("partial")].shape[0] // MATH_WARPS), 1)
+        return Domain(-(-graph.tensors[op.tensor("partial")].shape[0] // TOKENS), 1)
 
     def reads(self, op: Op, graph: OpGraph, tiling: Tiling, tile: Tile, splits: Splits) -> tuple[Region, ...]:
         partial = op.tensor("partial")
         m, columns = graph.tensors[partial].shape
-        rows = (tile.m * MATH_WARPS, min((tile.m + 1) * MATH_WARPS, m))
+        rows = (tile.m * TOKENS, min((tile.m + 1) * TOKENS, m))
         return (Region(partial, ((0, splits[partial]), rows, (0, columns))),)
 
     def writes(self, op: Op, graph: OpGraph, tiling: Tiling, tile: Tile) -> tuple[Region, ...]:
