@@ -1,6 +1,7 @@
 // Finaliser of the indexer key projection: sums the splits, rounds to bf16, LayerNorm, rotation of the first 64 values,
-// Hadamard, FP8 with one power-of-two scale, into the page-blocked cache. Two tokens a tile: each thread sums one
-// element, so that the loads of many splits are under way at once, then one warp holds a token.
+// Hadamard, FP8 with one power-of-two scale, into the page-blocked cache. One token a tile: four warps sum
+// one element a thread, so that the loads of many splits are under way at once; a fifth fetches the rest meanwhile (it
+// waits twice for memory, for the position and for the position's row of the table) and then holds the token.
 // Template parameters: whether the Hadamard transform is applied, whether pairs are (i, i + 32).
 #pragma once
 
@@ -18,59 +19,45 @@ struct IndexKeyFinalise {
   static constexpr bool kHasLoaders = false;
   static constexpr int kPages = 0, kBarriers = 0;
   static constexpr int kWidth = 128, kPageTokens = 64, kPageBytesOfCache = kPageTokens * (kWidth + 4);
-  static constexpr int kTokens = kMathThreads / kWidth;  // of a tile
-  static constexpr int kInFlight = 24;                   // splits whose loads are under way at once
+  static constexpr int kInFlight = 24;  // splits whose loads are under way at once
   static SPANTUNE_DEVICE int arrivals(int) { return 0; }
 
   template <class Shell>
   static SPANTUNE_DEVICE void math(const Shell& shell, const Tile& tile) {
-    const int warp = shell.math_warp(), lane = shell.lane(), m_total = shell.scalar(Slots::kM);
-    const int m = tile.m * kTokens + warp;  // of the token that this warp finishes
-    const bool finishes = warp < kTokens && m < m_total;
+    const int thread = shell.math_thread(), lane = shell.lane(), m = tile.m;
+    const bool sums = thread < kWidth, finishes = shell.math_warp() == kWidth / kWarpLanes;
     float4 weight{}, bias{};
     if (finishes) {
-      weight = __ldg(reinterpret_cast<const float4*>(shell.template pointer<float>(Slots::kWeight)) + lane);
-      bias = __ldg(reinterpret_cast<const float4*>(shell.template pointer<float>(Slots::kBias)) + lane);
+      access::load_constant(weight, shell.template pointer<float>(Slots::kWeight) + lane * 4);
+      access::load_constant(bias, shell.template pointer<float>(Slots::kBias) + lane * 4);
     }
-    if (shell.math_thread() == 0) shell.announce(Point::kWeightsIssued);
+    if (thread == 0) shell.announce(Point::kWeightsIssued);
     shell.template acquire<Group::kMath>();
-    int64_t slot = 0;
-    int position = 0;
-    if (finishes) {
-      slot = shell.template pointer<int64_t>(Slots::kSlots)[m];
-      position = shell.template pointer<int>(Slots::kPositions)[m];
-    }
+    int64_t slot = -1;
     row::Rotation<kNeox> rotation{};
-    sum_element(shell, tile, m_total, [&] {
-      if (finishes) rotation.load(shell.template pointer<float>(Slots::kCosSin), position, lane);
-    });
+    if (sums) {
+      const float* first = shell.template pointer<float>(Slots::kPartial) + static_cast<int64_t>(m) * kWidth + thread;
+      float sum[1];
+      row::SplitSum<float, 1, kInFlight>(first, shell.scalar(Slots::kM) * kWidth, shell.scalar(Slots::kSplits)).add(sum);
+      access::store_shared(shell.scratch() + thread * 4, sum[0]);
+    } else if (finishes) {
+      const int position = shell.template pointer<int>(Slots::kPositions)[m];
+      slot = shell.template pointer<int64_t>(Slots::kSlots)[m];
+      rotation.load(shell.template pointer<float>(Slots::kCosSin), position, lane);
+    }
     shell.sync_math();
-    if (shell.math_thread() == 0) shell.announce(Point::kInputsRead);
-    if (finishes) finish(shell, warp, lane, slot, weight, bias, rotation);
+    if (thread == 0) shell.announce(Point::kInputsRead);
+    if (finishes) finish(shell, lane, slot, weight, bias, rotation);
     shell.release();
     shell.sync_math();
-    if (shell.math_thread() == 0) shell.announce(Point::kStored);
+    if (thread == 0) shell.announce(Point::kStored);
   }
 
  private:
-  // Leaves the sum of this thread's element in scratch memory, [token, 128].
-  template <class Shell, class Meanwhile>
-  static SPANTUNE_DEVICE void sum_element(const Shell& shell, const Tile& tile, int m_total,
-                                          const Meanwhile& meanwhile) {
-    const int element = shell.math_thread(), m = tile.m * kTokens + element / kWidth;
-    if (m >= m_total) return;
-    const float* first =
-        shell.template pointer<float>(Slots::kPartial) + static_cast<int64_t>(m) * kWidth + element % kWidth;
-    const int64_t stride = static_cast<int64_t>(m_total) * kWidth;
-    float sum[1];
-    row::sum_splits<kInFlight>(sum, first, stride, shell.scalar(Slots::kSplits), meanwhile);
-    access::store_shared(shell.scratch() + element * 4, sum[0]);
-  }
-
   template <class Shell>
-  static SPANTUNE_DEVICE void finish(const Shell& shell, int token, int lane, int64_t slot, float4 weight, float4 bias,
+  static SPANTUNE_DEVICE void finish(const Shell& shell, int lane, int64_t slot, float4 weight, float4 bias,
                                      const row::Rotation<kNeox>& rotation) {
-    const uint4 bits = access::load_shared_16(shell.scratch() + (token * kWidth + lane * 4) * 4);
+    const uint4 bits = access::load_shared_16(shell.scratch() + lane * 16);
     float4 v = make_float4(__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z),
                            __uint_as_float(bits.w));
     v = normalise(shell, row::round_to_bf16(v), weight, bias);
