@@ -92,8 +92,20 @@ def test_a_shared_launch_assembles_and_waits_first(arch: str, ops: tuple[str, ..
 ACQUIRE_MATH = "shell.template acquire<Group::kMath>();"
 READ_X = "load<kWidth>(x, shell.template pointer<float>(Slots::kX) + at);"
 FAULTS = {
-    "no acquire": ("L0", "shells/grid.cuh", "const {\n    if constexpr (Part::kWaits) ptx::grid_dependency_wait();", "const {", "LDG"),
-    "no acquire, loaders": ("B0", "shells/grid.cuh", "const {\n    if constexpr (Part::kWaits) ptx::grid_dependency_wait();", "const {", "UTMALDG"),
+    "no acquire": (
+        "L0",
+        "shells/grid.cuh",
+        "const {\n    if constexpr (Part::kWaits) ptx::grid_dependency_wait();",
+        "const {",
+        "LDG",
+    ),
+    "no acquire, loaders": (
+        "B0",
+        "shells/grid.cuh",
+        "const {\n    if constexpr (Part::kWaits) ptx::grid_dependency_wait();",
+        "const {",
+        "UTMALDG",
+    ),
     "early load": ("L0", "ops/scale_bias_relu.cuh", f"{ACQUIRE_MATH}\n    {READ_X}", READ_X + ACQUIRE_MATH, "slot 0"),
     "early read-only load": (
         "L0",

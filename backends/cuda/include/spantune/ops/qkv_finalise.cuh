@@ -20,7 +20,6 @@ struct QkvFinalise {
   static constexpr bool kHasLoaders = false;
   static constexpr int kPages = 0, kBarriers = 0;
   static constexpr int kLatent = 512, kRope = 64, kColumns = kQ + kLatent + kRope, kCacheBytes = 656;
-  static constexpr int kInFlight = 6;  // splits whose loads are under way at once
   static_assert(kQ % 128 == 0 && kQ <= kMathThreads * 8, "8 values a thread");
   static SPANTUNE_DEVICE int arrivals(int) { return 0; }
 
@@ -41,7 +40,7 @@ struct QkvFinalise {
  private:
   // Projected values `at` to `at` + 4 kPieces - 1 of a token, on their way.
   template <int kPieces, class Shell>
-  static SPANTUNE_DEVICE row::SplitSum<float4, kPieces, kInFlight> columns(const Shell& shell, int m, int at) {
+  static SPANTUNE_DEVICE row::SplitSum<float4, kPieces, Shell::kSplitsInFlight> columns(const Shell& shell, int m, int at) {
     return {shell.template pointer<float>(Slots::kPartial) + static_cast<int64_t>(m) * kColumns + at,
             shell.scalar(Slots::kM) * kColumns, shell.scalar(Slots::kSplits)};
   }

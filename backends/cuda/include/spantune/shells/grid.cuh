@@ -63,6 +63,7 @@ template <class Part>
 class GridShell {
  public:
   using Op = typename Part::Op;
+  static constexpr int kSplitsInFlight = 6;  // partials that a row op loads at once: registers are plenty here
   SPANTUNE_DEVICE GridShell(const typename Part::Args& args, const Cta& cta, uint32_t shared)
       : args_(args), cta_(cta), shared_(shared), trigger_(args.trigger) {}
 
