@@ -14,6 +14,7 @@ from typing import Any
 
 from backends.base import DeviceInfo, Executable, SessionSpec, Verdict
 from backends.cmp.build import Bracket, MapCache, bracketed_kernel, build_graph
+from backends.cmp.capture import StreamPool, capture_graph
 from backends.cuda import binding, driver, jit, memory
 from backends.cuda.floor import stream_launches
 from backends.cuda.health import Health
@@ -25,6 +26,7 @@ from backends.measure.verify import POISON, Variant, Verifier
 from backends.megakernel.build import ResidentPlan
 from backends.plan import launches
 from backends.plan.queues import QueuePlan, lower_queues, verify_queues
+from backends.plan.streams import constructed
 from backends.plan.verify import verify as verify_plan
 from search_spaces.cmp import CmpSpace
 from search_spaces.config import Config, MegakernelConfig, numerics_key
@@ -69,6 +71,8 @@ class CudaSession:
         self._protocol = Protocol(l2=spec.l2)
         self._rng = random.Random(spec.seed)
         self._maps = MapCache()
+        self._construction = spec.construction
+        self._pool = StreamPool(self._gpu.stream)
         self._next_set = 0
         self._allocate()
         self._load_data(spec.seed)
@@ -78,6 +82,7 @@ class CudaSession:
         self.bracket_us = self._read_bracket()
         self.protocol: dict[str, Any] = {
             **self._protocol.describe(),
+            "construction": spec.construction,
             "sets": len(self._sets),
             "bracket_us": round(self.bracket_us, 4),
             "source_hash": jit.source_hash(),
@@ -147,12 +152,19 @@ class CudaSession:
         copies = tuple((source[t.name], target[t.name], t.bytes // 16) for t in self._warm)
         return Bracket(copies, self._stamps + 16 * index)
 
-    def prepare(self, config: Config, *, delay_us: int = 0) -> CudaExecutable:
-        """See `Session.prepare`. `delay_us` makes every triggering thread sleep after its trigger (fault injection)."""
+    def prepare(self, config: Config, *, delay_us: int = 0, construction: str = "") -> CudaExecutable:
+        """See `Session.prepare`.
+
+        Args:
+            config: of either backend.
+            delay_us: every triggering thread sleeps so long after its trigger (fault injection).
+            construction: instead of the session's.
+        """
         if isinstance(config, MegakernelConfig):
             return self._prepare_megakernel(config)
         self.space.check(config)
-        plan = launches.lower(self.graph, config, self._gpu.record.arch)
+        construction = construction or self._construction
+        plan = constructed(launches.lower(self.graph, config, self._gpu.record.arch), construction)
         verdict = verify_plan(self.graph, plan)
         if not verdict.passed:
             raise UnsafePlan(verdict.message)
@@ -160,7 +172,7 @@ class CudaSession:
         executable = CudaExecutable(plan, plan.key(), key, [])
         with _closing_on_error(executable):
             for index in range(len(self._sets)):
-                executable.graphs.append(self._graph(plan, index, delay_us))
+                executable.graphs.append(self._graph(plan, index, delay_us, construction))
         return executable
 
     def probe(self, verified: Executable, plan: launches.LaunchPlan) -> CudaExecutable:
@@ -209,16 +221,13 @@ class CudaSession:
                 graph.instantiate(self._gpu.stream)
         return executable
 
-    def _graph(self, plan: launches.LaunchPlan | None, index: int, delay_us: int = 0) -> driver.Graph:
-        return build_graph(
-            plan,
-            self.kernels,
-            self._addresses(index),
-            self._maps,
-            self._gpu.stream,
-            bracket=self._bracket(index),
-            delay_us=delay_us,
-        )
+    def _graph(
+        self, plan: launches.LaunchPlan | None, index: int, delay_us: int = 0, construction: str = "direct"
+    ) -> driver.Graph:
+        inputs = (plan, self.kernels, self._addresses(index), self._maps, self._gpu.stream)
+        if construction == "streams":
+            return capture_graph(*inputs, self._pool, bracket=self._bracket(index), delay_us=delay_us)
+        return build_graph(*inputs, bracket=self._bracket(index), delay_us=delay_us)
 
     def verify(self, executable: Executable) -> Verdict:
         """See `Session.verify`."""
@@ -318,6 +327,7 @@ class CudaSession:
         """Frees the device. Safe to call twice."""
         for arena in (*self._sets, self._inputs, self._written, self._pristine):
             arena.close()
+        self._pool.close()
         if self._stamps:
             driver.free(self._stamps)
             driver.free_host(self._readings)
