@@ -69,7 +69,8 @@ class Session(Protocol):
         """Lowers, proves, builds and loads a config.
 
         Raises:
-            IllegalConfig: the graph or the GPU cannot run it; the text is the reason.
+            IllegalConfig: the graph or the GPU cannot run it, or the spec asks for streams and they cannot express it;
+                the text is the reason.
             UnsafePlan: the plan verifier found a witness.
             BuildFailed: a binary does not compile.
         """
@@ -115,6 +116,7 @@ class SessionSpec:
         ops: names of the sub-graph's ops, or None for the whole graph.
         l2: `cold` or `warm`.
         seed: of inputs and of replay order.
+        construction: of CUDA graphs from launch plans: `direct` or `streams`.
     """
 
     workload: str
@@ -123,3 +125,4 @@ class SessionSpec:
     ops: tuple[str, ...] | None = None
     l2: str = "cold"
     seed: int = 0
+    construction: str = "direct"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from backends.base import SessionSpec
+from backends.plan.streams import CONSTRUCTIONS
 from results import best, compare, estimate, paths
 from results.best import BestKeptWarning
 from results.record import Outcome
@@ -111,6 +112,9 @@ def _parser() -> argparse.ArgumentParser:
     lint = commands.add_parser("lint", help="prove from machine code that a config's kernels wait before they read")
     _add_workload(lint)
     lint.add_argument("--config", type=Path, metavar="FILE", help="a config or a best file (default: untuned)")
+    lint.add_argument(
+        "--construction", choices=CONSTRUCTIONS, default="direct", help="streams: also say which edges they add"
+    )
     lint.set_defaults(run=_lint)
     parts = commands.add_parser(
         "ablate", help="where a config's time goes: branches, hand-offs, each stage, each chain"
@@ -174,6 +178,7 @@ def _spec(arguments: argparse.Namespace) -> SessionSpec:
         ops=ops,
         l2=arguments.l2,
         seed=getattr(arguments, "seed", 0),
+        construction=getattr(arguments, "construction", "direct"),
     )
 
 
@@ -324,7 +329,9 @@ def _edge(arguments: argparse.Namespace) -> int:
 
 
 def _lint(arguments: argparse.Namespace) -> int:
-    kernels = lint_config(_spec(arguments), arguments.config)
+    added, kernels = lint_config(_spec(arguments), arguments.config)
+    for edge in added:
+        print(f"stream order adds the {edge.kind.value} edge {edge.producer} -> {edge.consumer}")
     for kernel in kernels:
         print("\n".join(kernel.lines()))
     return FAILED if any(kernel.report.findings for kernel in kernels) else OK

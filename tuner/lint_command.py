@@ -10,7 +10,8 @@ from backends.cuda import jit
 from backends.cuda.lint import Report, lint, slots_of
 from backends.cuda.sass import require_disassembler
 from backends.cuda.sources import grid_source
-from backends.plan.launches import lower
+from backends.plan.launches import PlanEdge, lower
+from backends.plan.streams import constructed
 from search_spaces.cmp import CmpSpace, default
 from tuner.config_file import read_config
 from tuner.devices import gpu_record
@@ -36,8 +37,11 @@ class LintedKernel:
         return [f"{self.op} {self.arch} {self.report}", *(f"  {finding}" for finding in self.report.findings)]
 
 
-def lint_config(spec: SessionSpec, config: Path | None = None) -> list[LintedKernel]:
+def lint_config(spec: SessionSpec, config: Path | None = None) -> tuple[tuple[PlanEdge, ...], list[LintedKernel]]:
     """Lints the kernels of a config, in launch order. Builds them where the cache lacks them; runs nothing.
+
+    Returns:
+        The edges that the spec's construction adds to the plan, and the kernels.
 
     Args:
         spec: the workload, its shape and the device whose target is built for.
@@ -45,7 +49,7 @@ def lint_config(spec: SessionSpec, config: Path | None = None) -> list[LintedKer
 
     Raises:
         OptionError: the file holds no config for this.
-        InputError: nvdisasm or the compiler is missing, or the config does not fit the device.
+        InputError: nvdisasm or the compiler is missing, or the config does not fit the device or the construction.
         BuildFailed: a kernel does not compile.
     """
     graph, gpu = graph_of(spec), gpu_record(spec)
@@ -53,7 +57,8 @@ def lint_config(spec: SessionSpec, config: Path | None = None) -> list[LintedKer
     space = CmpSpace(graph, gpu)
     chosen = default(space) if config is None else read_config(config, spec, graph)
     space.check(chosen)
-    plan = lower(graph, chosen, gpu.arch)
+    planned = lower(graph, chosen, gpu.arch)
+    plan = constructed(planned, spec.construction)
     jit.build_all((grid_source(node.binary), gpu.arch) for node in plan.nodes)
     found: dict[tuple[object, object], Report] = {}
     kernels = []
@@ -63,4 +68,4 @@ def lint_config(spec: SessionSpec, config: Path | None = None) -> list[LintedKer
         if key not in found:
             found[key] = lint(jit.build(grid_source(node.binary), gpu.arch).path, slots)
         kernels.append(LintedKernel(node.op, gpu.arch, found[key]))
-    return kernels
+    return tuple(edge for edge in plan.edges if edge not in planned.edges), kernels

@@ -14,6 +14,7 @@ from typing import Any
 
 from backends.base import DeviceInfo, Executable, SessionSpec, Verdict
 from backends.cmp.build import Bracket, MapCache, bracketed_graph, bracketed_kernel, build_graph
+from backends.cmp.capture import StreamPool, capture_graph
 from backends.cuda import binding, driver, jit, memory
 from backends.cuda.floor import stream_launches
 from backends.cuda.health import Health
@@ -25,6 +26,7 @@ from backends.measure.verify import POISON, Variant, Verifier
 from backends.megakernel.build import ResidentPlan
 from backends.plan import launches
 from backends.plan.queues import QueuePlan, lower_queues, verify_queues
+from backends.plan.streams import constructed
 from backends.plan.verify import verify as verify_plan
 from search_spaces.cmp import CmpSpace
 from search_spaces.config import Config, MegakernelConfig, numerics_key
@@ -73,6 +75,8 @@ class CudaSession:
         self._protocol = Protocol(l2=spec.l2)
         self._rng = random.Random(spec.seed)
         self._maps = MapCache()
+        self._construction = spec.construction
+        self._pool = StreamPool(self._gpu.stream)
         self._next_set = 0
         self._evictors: dict[int, driver.Graph] = {}
         self._allocate()
@@ -83,6 +87,7 @@ class CudaSession:
         self.bracket_us = self._read_bracket()
         self.protocol: dict[str, Any] = {
             **self._protocol.describe(),
+            "construction": spec.construction,
             "sets": len(self._sets),
             "bracket_us": round(self.bracket_us, 4),
             "source_hash": jit.source_hash(),
@@ -152,12 +157,19 @@ class CudaSession:
         copies = tuple((source[t.name], target[t.name], t.bytes // 16) for t in self._warm)
         return Bracket(copies, self._stamps + 16 * index)
 
-    def prepare(self, config: Config, *, delay_us: int = 0) -> CudaExecutable:
-        """See `Session.prepare`. `delay_us` makes every triggering thread sleep after its trigger (fault injection)."""
+    def prepare(self, config: Config, *, delay_us: int = 0, construction: str = "") -> CudaExecutable:
+        """See `Session.prepare`.
+
+        Args:
+            config: of either backend.
+            delay_us: every triggering thread sleeps so long after its trigger (fault injection).
+            construction: instead of the session's.
+        """
         if isinstance(config, MegakernelConfig):
             return self._prepare_megakernel(config)
         self.space.check(config)
-        plan = launches.lower(self.graph, config, self._gpu.record.arch)
+        construction = construction or self._construction
+        plan = constructed(launches.lower(self.graph, config, self._gpu.record.arch), construction)
         verdict = verify_plan(self.graph, plan)
         if not verdict.passed:
             raise UnsafePlan(verdict.message)
@@ -167,7 +179,7 @@ class CudaSession:
         executable = CudaExecutable(plan, plan.key(), key, [])
         with _closing_on_error(executable):
             for index in range(len(self._sets)):
-                executable.graphs.append(self._graph(plan, index, delay_us))
+                executable.graphs.append(self._graph(plan, index, delay_us, construction))
         return executable
 
     def probe(self, verified: Executable, plan: launches.LaunchPlan) -> CudaExecutable:
@@ -256,20 +268,19 @@ class CudaSession:
         return executable
 
     def _graph(
-        self, plan: launches.LaunchPlan | None, index: int, delay_us: int = 0, before: Sequence[int] = ()
+        self,
+        plan: launches.LaunchPlan | None,
+        index: int,
+        delay_us: int = 0,
+        construction: str = "direct",
+        before: Sequence[int] = (),
     ) -> driver.Graph:
         """The graph of a set; `before` are the sets of the layers that come before the last one."""
         first, *later = (self._addresses(i) for i in (*before, index))
-        return build_graph(
-            plan,
-            self.kernels,
-            first,
-            self._maps,
-            self._gpu.stream,
-            bracket=self._bracket(index),
-            delay_us=delay_us,
-            later=later,
-        )
+        inputs = (plan, self.kernels, first, self._maps, self._gpu.stream)
+        if construction == "streams":
+            return capture_graph(*inputs, self._pool, bracket=self._bracket(index), delay_us=delay_us)
+        return build_graph(*inputs, bracket=self._bracket(index), delay_us=delay_us, later=later)
 
     def verify(self, executable: Executable) -> Verdict:
         """See `Session.verify`."""
@@ -343,7 +354,7 @@ class CudaSession:
                 if other != index:
                     kernel = launch(self.kernels, arena.base, arena.bytes, self._stamps)
                     node = graph.add_kernel(
-                        kernel.kernel, (kernel.grid, 1, 1), kernel.threads, kernel.shared_bytes, kernel.arguments
+                        kernel.kernel, kernel.grid, kernel.threads, kernel.shared_bytes, kernel.arguments
                     )
                     if before is not None:
                         graph.add_edge(before, node)
@@ -393,6 +404,7 @@ class CudaSession:
         self._evictors = {}
         for arena in (*self._sets, self._inputs, self._written, self._pristine):
             arena.close()
+        self._pool.close()
         if self._stamps:
             driver.free(self._stamps)
             driver.free_host(self._readings)

@@ -15,7 +15,7 @@ from backends.cuda.lint import Report, Slots, lint, lint_kernel, slots_of
 from backends.cuda.sass import Kernel, disassembler, parse
 from backends.cuda.sources import grid_source
 from backends.plan.encode import OPERAND_SLOTS
-from backends.plan.launches import CompileKey, KernelNode, compile_key, lower
+from backends.plan.launches import CompileKey, EdgeKind, KernelNode, PlanEdge, compile_key, lower
 from search_spaces.cmp import CmpSpace, serial
 from search_spaces.config import splits_of, to_json
 from search_spaces.gpu import GpuRecord
@@ -206,6 +206,22 @@ def test_a_bad_config_file_is_bad_input(
     path.write_text(text)
     assert cli.main(["lint", "pdl_chain", "--device", "sim:h200", "--config", str(path)]) == 2
     assert message in capsys.readouterr().err
+
+
+@needs_disassembler
+def test_a_construction_that_cannot_say_the_plan_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = CmpSpace(build_chain(PdlChainShape(layers=2)), H200)
+    config = replace(serial(space), launch_completion=frozenset({("L0", "L1")}))
+    (tmp_path / "config.json").write_text(json.dumps(to_json(config)))
+    command = ["lint", "pdl_chain", "--layers", "2", "--device", "sim:h200", "--config", str(tmp_path / "config.json")]
+    assert cli.main([*command, "--construction", "streams"]) == 2
+    assert "construction streams: L1 follows L0 on a stream" in capsys.readouterr().err
+    edge = PlanEdge("A0", "D1f", EdgeKind.ORDINARY)
+    monkeypatch.setattr(cli, "lint_config", lambda spec, path: ((edge,), []))
+    assert cli.main([*command, "--construction", "streams"]) == 0
+    assert capsys.readouterr().out == "stream order adds the ordinary edge A0 -> D1f\n"
 
 
 def test_without_nvdisasm_the_extra_is_named(
