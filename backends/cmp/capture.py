@@ -15,9 +15,7 @@ from backends.plan.streams import Action, Event, Launch, Record, stream_program
 class StreamPool:
     """Streams and events, made ahead of the captures that use them in turn."""
 
-    def __init__(self, stream: object) -> None:
-        """Makes nothing yet. `stream` is where new events are recorded for the first time."""
-        self._stream = stream
+    def __init__(self) -> None:
         self._streams: dict[int, Any] = {}
         self._events: list[Any] = []
 
@@ -30,19 +28,26 @@ class StreamPool:
         return {label: self._streams[label] for label in labels}
 
     def events(self, wanted: Iterable[Event]) -> dict[Event, Any]:
-        """A distinct event for each of a program's; another program gets the same ones."""
+        """A new event for each of a program's; those of the program before are freed.
+
+        One program records an event that another lets a launch signal, and the driver refuses a launch the former.
+        """
         wanted = tuple(wanted)
-        while len(self._events) < len(wanted):
-            self._events.append(driver.create_event(self._stream))
-        return dict(zip(wanted, self._events, strict=False))
+        self._free_events()
+        self._events = [driver.create_event() for _ in wanted]
+        return dict(zip(wanted, self._events, strict=True))
+
+    def _free_events(self) -> None:
+        for event in self._events:
+            driver.destroy_event(event)
+        self._events = []
 
     def close(self) -> None:
         """Frees them. Safe to call twice."""
-        for event in self._events:
-            driver.destroy_event(event)
+        self._free_events()
         for stream in self._streams.values():
             driver.destroy_stream(stream)
-        self._events, self._streams = [], {}
+        self._streams = {}
 
 
 def capture_graph(

@@ -203,11 +203,12 @@ def destroy_stream(stream: object) -> None:
     call("cuStreamDestroy", stream)
 
 
-def create_event(stream: object) -> Any:
-    """An event without timing, as programmatic events must be, recorded once so that no capture is its first use."""
-    event = call("cuEventCreate", int(_bindings().CUevent_flags.CU_EVENT_DISABLE_TIMING))
-    call("cuEventRecordWithFlags", event, stream, 0)
-    return event
+def create_event() -> Any:
+    """An event without timing, as programmatic events must be.
+
+    NOTE: a launch refuses an event that was recorded outside of a capture before (invalid handle, driver 580).
+    """
+    return call("cuEventCreate", int(_bindings().CUevent_flags.CU_EVENT_DISABLE_TIMING))
 
 
 def destroy_event(event: object) -> None:

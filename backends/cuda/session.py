@@ -76,7 +76,7 @@ class CudaSession:
         self._rng = random.Random(spec.seed)
         self._maps = MapCache()
         self._construction = spec.construction
-        self._pool = StreamPool(self._gpu.stream)
+        self._pool = StreamPool()
         self._next_set = 0
         self._evictors: dict[int, driver.Graph] = {}
         self._allocate()
