@@ -16,6 +16,7 @@ from search_spaces.cmp import CmpSpace, default
 from tuner.config_file import read_config
 from tuner.devices import gpu_record
 from tuner.options import graph_of
+from workloads.ops import KINDS
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def lint_config(spec: SessionSpec, config: Path | None = None) -> tuple[tuple[Pl
     found: dict[tuple[object, object], Report] = {}
     kernels = []
     for node in plan.nodes:
-        slots = slots_of([part.operands for part in node.parts], graph)
+        slots = slots_of([(KINDS[graph.ops[part.op].kind], part.operands) for part in node.parts], graph)
         key = (node.binary, slots)
         if key not in found:
             found[key] = lint(jit.build(grid_source(node.binary), gpu.arch).path, slots)

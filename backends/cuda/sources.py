@@ -57,7 +57,7 @@ DEVICE_OPS: dict[str, DeviceOp] = {
     ),
     "paged_score": DeviceOp(
         "ops/paged_score.cuh",
-        2,
+        3,
         lambda k: (
             f"PagedScore<{k.constant('heads')}, {k.tiling.block_m}, {k.tiling.rows},"
             f" spantune::{CORE_TYPES[k.tiling.core]}>"

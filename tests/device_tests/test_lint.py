@@ -41,10 +41,11 @@ def kernels(arch: str) -> Iterator[tuple[str, CompileKey, Slots]]:
             cores = KINDS[op.kind].tunables(op, graph).get("core", ("mma_sync",))
             for core in (core for core in cores if core in space.gpu.cores()):
                 tiling = replace(schedule.tiling, core=str(core))
-                slots = slots_of([KINDS[op.kind].operands(op, graph, tiling, splits_of(graph, config))], graph)
+                kind = KINDS[op.kind]
+                slots = slots_of([(kind, kind.operands(op, graph, tiling, splits_of(graph, config)))], graph)
                 key = compile_key(op, tiling, "grid", arch)
                 yield f"{name} {core}", key, slots
-                rare = {"loops": True} if KINDS[op.kind].loaders else {"prefetches": True}
+                rare = {"loops": True} if kind.loaders else {"prefetches": True}
                 yield f"{name} {core} {rare}", replace(key, delays=True, **rare), slots
 
 
@@ -60,7 +61,7 @@ def test_every_grid_kernel_waits_first(arch: str, tmp_path: Path) -> None:
         report = seen[key, slots]
         assert not report.findings, f"{name}: {report.findings[0]}"
         assert report.waits >= 3 and report.guarded > 0
-        reads_early = name.split()[0] not in {"D1f", "E1"}  # those hold no weights
+        reads_early = name.split()[0] != "D1f"  # it has no constants
         assert (report.early > 0) == reads_early, name
 
 
@@ -76,7 +77,8 @@ def shared_launch(arch: str, host: str, *guests: str) -> KernelNode:
 @pytest.mark.parametrize("ops", [("B0", "C0"), ("B0", "B1", "C0"), ("D0", "D1")])
 def test_a_shared_launch_assembles_and_waits_first(arch: str, ops: tuple[str, ...], tmp_path: Path) -> None:
     node = shared_launch(arch, *ops)
-    slots = slots_of([part.operands for part in node.parts], build_graph(AttentionPreShape()))
+    graph = build_graph(AttentionPreShape())
+    slots = slots_of([(KINDS[graph.ops[part.op].kind], part.operands) for part in node.parts], graph)
     cubin = jit.build(grid_source(node.binary), arch, tmp_path)
     assert cubin.spill_bytes == 0
     report = lint(cubin.path, slots)
@@ -84,8 +86,8 @@ def test_a_shared_launch_assembles_and_waits_first(arch: str, ops: tuple[str, ..
     assert report.waits >= 3 and report.guarded > 0 and report.early > 0
     # The proof looks at each op's own row: without the weights of one of them it must fail.
     for row in range(len(ops)):
-        other = frozenset(slot for slot in slots.weights if slot // OPERAND_SLOTS != row)
-        assert lint(cubin.path, replace(slots, weights=other)).findings
+        other = frozenset(slot for slot in slots.constants if slot // OPERAND_SLOTS != row)
+        assert lint(cubin.path, replace(slots, constants=other)).findings
 
 
 # Fault: op, header, text that is replaced, by what, and what the finding must say.
@@ -146,6 +148,22 @@ FAULTS = {
         "shell.map(GemmSlots::kInputMap)",
         "slot 1",
     ),
+    "queries among old keys": (
+        "E1",
+        "ops/paged_score.cuh",
+        "if (mine && lane < ahead) issue_keys(shell, page.place);",
+        "if (mine && lane < ahead) { issue_keys(shell, page.place); issue_queries(shell, block); }",
+        "slot 0",
+    ),
+    "head weights are early": (
+        "E1",
+        "ops/paged_score.cuh",
+        f"const QueryBlock block(shell, tile);\n    {ACQUIRE_MATH}",
+        "const QueryBlock block(shell, tile); access::store_shared(head_weights(shell, shell.lane()),"
+        " shell.template pointer<float>(ScoreSlots::kHeadWeights)[shell.lane()]);" + ACQUIRE_MATH,
+        "slot 3",
+    ),
+    "new keys do not wait": ("E1", "ops/paged_score.cuh", "shell.template acquire<Group::kInputs>();", "", "slot 0"),
 }
 
 
@@ -286,7 +304,7 @@ def test_sound_code_passes(code: tuple[str, ...]) -> None:
         (("EXIT", "STG.E [R2.64], R4"), "not understood"),
         ((WEIGHT, "LD.E R4, [R2.64]", "EXIT"), "no wait before it"),
         (("LDC.64 R2, c[0x0][0x220]", "LDG.E.CONSTANT R4, desc[UR4][R2.64]", "EXIT"), "slot 2"),
-        (("LDC.64 R2, c[0x0][0x218]", LOAD, "EXIT"), "from no weight"),
+        (("LDC.64 R2, c[0x0][0x218]", LOAD, "EXIT"), "from no constant"),
         (("LDC.64 R2, c[0x0][R1+0x210]", LOAD, "EXIT"), "cannot be traced"),
         ((WEIGHT, LOAD, "IADD3 R2, P0, R2, R4, RZ", LOAD, "EXIT"), "cannot be traced"),
         ((WEIGHT, "@P0 LDC.64 R2, c[0x0][0x228]", LOAD, "EXIT"), "slot 3"),

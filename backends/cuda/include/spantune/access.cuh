@@ -25,6 +25,13 @@ SPANTUNE_DEVICE void load_constant(float4& v, const float* address) {
 }
 SPANTUNE_DEVICE void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
+// An entry of a table that no op of the run writes. Not read-only: the assembler moves such loads behind an acquire.
+SPANTUNE_DEVICE int load_entry(const int* address) {
+  int value;
+  asm volatile("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
 // 16 bytes that another op wrote.
 SPANTUNE_DEVICE void load_mutable(uint32_t (&v)[4], const void* address) {
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
