@@ -32,6 +32,7 @@ CASES: dict[str, dict[str, int | str]] = {
     "m1": {"requests": 1, "tokens": 1},
     "m8": {"requests": 1, "tokens": 8},
     "m64": {"requests": 8, "tokens": 8},
+    "m256": {"requests": 32, "tokens": 8},
     "kv100": {"kv": 100},
     "m1_kv100": {"requests": 1, "tokens": 1, "kv": 100},
     "tp8_dsv32_kv100": {"tp": 8, "model": "dsv32", "kv": 100},

@@ -12,6 +12,7 @@ from workloads.graph import Op, OpGraph, Role
 from workloads.ops.base import (
     K_BLOCK,
     PAGE_BYTES,
+    SCRATCH_BYTES,
     Domain,
     Operand,
     OpKind,
@@ -80,7 +81,9 @@ class _GemmFp8(OpKind):
 
     def tunables(self, op: Op, graph: OpGraph) -> Mapping[str, tuple[int | str, ...]]:
         m = graph.tensors[op.tensor("x")].shape[0]
-        block_m = (8, 16) if m <= 8 else (16,) if m <= 16 else (32, 16) if m <= 32 else (64, 32)
+        block_m = (
+            (8, 16) if m <= 8 else (16,) if m <= 16 else (32, 16) if m <= 32 else (64, 32) if m <= 64 else (64, 128, 32)
+        )
         return {
             "core": ("mma_sync", "wgmma"),
             "block_m": block_m,
@@ -93,6 +96,10 @@ class _GemmFp8(OpKind):
         reason = super().illegal(op, graph, tiling)
         if reason is None and tiling.rows == 64 and tiling.stages % 2:
             reason = f"{op.name}: stages={tiling.stages} is odd, but 64-row tiles have two math groups on one ring"
+        if reason is None and 2 * tiling.stages * tiling.block_m * 4 > SCRATCH_BYTES:
+            reason = f"{op.name}: scales of {tiling.stages} stages of {tiling.block_m} tokens exceed the scratch"
+        if reason is None and tiling.core == "mma_sync" and tiling.block_m > 64:
+            reason = f"{op.name}: core mma_sync has registers for at most 64 tokens, not {tiling.block_m}"
         if reason is None and tiling.ctas_per_sm > self._most_ctas(tiling):
             reason = f"{op.name}: the accumulators of {tiling.block_m} tokens leave registers for "
             reason += f"{self._most_ctas(tiling)} CTAs a multiprocessor, not {tiling.ctas_per_sm}"
@@ -150,7 +157,7 @@ class _GemmFp8(OpKind):
     def _most_ctas(tiling: Tiling) -> int:
         """CTAs of 320 threads that the kernel fits without spills; seen on sm_90a and sm_103a with NVRTC 13.0."""
         if tiling.core == "wgmma":
-            return 3 if tiling.block_m <= 32 else 2
+            return 3 if tiling.block_m <= 32 else 2 if tiling.block_m <= 64 else 1
         return 3 if tiling.block_m <= 16 else 2 if tiling.block_m <= 32 else 1
 
     @staticmethod
@@ -198,12 +205,10 @@ class GemmFp8Query(_GemmFp8):
     def illegal(self, op: Op, graph: OpGraph, tiling: Tiling) -> str | None:
         reason = super().illegal(op, graph, tiling)
         head = int(op.params["head_rows"])
-        if reason is None and tiling.core == "mma_sync" and tiling.block_m == 32 and tiling.ctas_per_sm > 1:
-            reason = f"{op.name}: the epilogue of 32 tokens leaves registers for 1 CTA a multiprocessor"
+        if reason is None and tiling.core == "mma_sync" and tiling.ctas_per_sm > {16: 2, 32: 1}.get(tiling.block_m, 3):
+            reason = f"{op.name}: the epilogue of {tiling.block_m} tokens leaves registers for fewer CTAs"
         if reason is None and head % tiling.rows:
             reason = f"{op.name}: a tile of {tiling.rows} rows does not divide a head of {head} rows"
-        if reason is None and tiling.block_m * (tiling.rows + 8) * 2 > PAGE_BYTES:
-            reason = f"{op.name}: staging of {tiling.block_m} x {tiling.rows} outputs exceeds a page"
         return reason
 
     def writes(self, op: Op, graph: OpGraph, tiling: Tiling, tile: Tile) -> tuple[Region, ...]:

@@ -50,14 +50,16 @@ struct BmmBf16 {
   static SPANTUNE_DEVICE int head_of(const Tile& tile) { return tile.n / (kLatent / kRows); }
   static SPANTUNE_DEVICE int column_of(const Tile& tile) { return tile.n % (kLatent / kRows) * kRows; }
 
+  template <class Shell>
+  static SPANTUNE_DEVICE const TensorMap* weight_map(const Shell& shell) { return shell.map(BmmSlots::kWeightMap); }
+
   // One elected lane issues; the others only take part in the acquire.
   template <class Shell>
   static SPANTUNE_DEVICE void weights(const Shell& shell, const Tile& tile) {
-    const TensorMap* map = shell.map(BmmSlots::kWeightMap);
+    const TensorMap* map = weight_map(shell);
     const int ahead = min(shell.w_ahead(), kChunks);
     const bool leads = shell.lane() == 0;
     if (leads) {
-      ptx::prefetch_map(map);
       for (int i = 0; i < ahead; ++i) issue_weights(shell, map, tile, i);
     }
     __syncwarp();

@@ -10,6 +10,7 @@
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #include "../cores/wgmma.cuh"
 #endif
+#include "../access.cuh"
 #include "../numerics.cuh"
 
 namespace spantune {
@@ -19,8 +20,9 @@ struct GemmSlots {
   enum : int { kWeightMap, kInputMap, kWeightScale, kInputScale, kM, kN, kScaleStride, kWeightBlocks, kOut0, kOut1, kPositions, kCosSin, kHeadRows, kNope };
 };
 
-template <int kRows, int kTokens, int kStages, class Core, class Epilogue>
+template <int kRows, int kTokens, int kStages, class Core, template <int, int> class EpilogueOf>
 struct GemmFp8 {
+  using Epilogue = EpilogueOf<kRows, kTokens>;
   static constexpr bool kHasLoaders = true;
   static constexpr int kGroups = 128 / kRows;                  // warpgroups that share one K range
   static constexpr int kWarpsPerGroup = kMathWarps / kGroups;  // 16 rows each
@@ -33,11 +35,14 @@ struct GemmFp8 {
   // NOTE: twice the stages. A warp's read of the scales may still be in flight when it releases the stage, and was seen
   // to return what the refill had written; a slot that is refilled a whole ring later cannot be overtaken.
   static constexpr int kScaleSlots = 2 * kStages;
+  // Whether a warp reads them before its multiplication. Many would cost registers, and the slots are safe to read until
+  // the warp has released the stage once more.
+  static constexpr bool kScalesAhead = kTokens <= 64;
   // A group that skipped a phase of a stage would pass its parity wait early.
   static_assert(kStages % kGroups == 0, "stages must be a multiple of the math groups that share the ring");
   static_assert(kRows == 64 || kRows == 128, "weight-tile rows");
   static_assert(kScaleSlots * kScaleBytes <= kScratchBytes && kBarriers <= kMaxBarriers, "ring too deep");
-  static_assert(Epilogue::template staging_bytes<kRows, kTokens>() <= kPageBytes, "staging must fit one page");
+  static_assert(kGroups == 1 || kAccumulators * 128 * 4 <= kPages * kPageBytes, "the groups' sums pass through the pages");
 
   static SPANTUNE_DEVICE int arrivals(int barrier) { return barrier < kStages ? 2 : kWarpsPerGroup; }
 
@@ -54,14 +59,16 @@ struct GemmFp8 {
   template <class Shell>
   static SPANTUNE_DEVICE uint32_t empty(const Shell& shell, int stage) { return shell.barrier(kStages + stage); }
 
+  template <class Shell>
+  static SPANTUNE_DEVICE const TensorMap* weight_map(const Shell& shell) { return shell.map(GemmSlots::kWeightMap); }
+
   // One elected lane issues; the others only take part in the acquire.
   template <class Shell>
   static SPANTUNE_DEVICE void weights(const Shell& shell, const Tile& tile) {
-    const TensorMap* map = shell.map(GemmSlots::kWeightMap);
+    const TensorMap* map = weight_map(shell);
     const int blocks = tile.k_end - tile.k_begin, ahead = min(shell.w_ahead(), blocks);
     const bool leads = shell.lane() == 0;
     if (leads) {
-      ptx::prefetch_map(map);
       for (int i = 0; i < min(ahead, kStages); ++i) issue_weights(shell, map, tile, i);
     }
     __syncwarp();
@@ -108,7 +115,7 @@ struct GemmFp8 {
     const WeightScales weight_scales(shell, tile, lane);
     Epilogue epilogue;
     shell.template acquire<Group::kMath>();
-    epilogue.template prepare<kRows, kTokens>(shell, tile);
+    epilogue.prepare(shell, tile, group == 0, warp, lane);
 
     float sum[kAccumulators];
 #pragma unroll
@@ -117,16 +124,25 @@ struct GemmFp8 {
     for (int i = group; i < blocks; i += kGroups) {
       const int stage = i % kStages;
       ptx::barrier_wait(full(shell, stage), (i / kStages) & 1);
-      float acc[kAccumulators], scale[kTokens / 4];
-      read_scales(shell.scratch() + i % kScaleSlots * kScaleBytes, lane, scale);
+      const uint32_t scales = shell.scratch() + i % kScaleSlots * kScaleBytes + (lane & 3) * 8;
+      float acc[kAccumulators];
+      float2 scale[kScalesAhead ? kTokens / 8 : 1];
+      if constexpr (kScalesAhead) {
+#pragma unroll
+        for (int j = 0; j < kTokens / 8; ++j) scale[j] = access::load_shared_pair(scales + j * 32);
+      }
       Core::template k_block<kTokens>(acc, w_tile(shell, stage), warp * 16, x_tile(shell, stage), lane);
       if constexpr (Core::kGenericReads) ptx::fence_proxy_async();  // those reads come before the copies that refill
       __syncwarp();
       if (lane == 0) ptx::barrier_arrive(empty(shell, stage));
-      promote(sum, acc, scale, weight_scales.at(i));
+      const float weight_scale = weight_scales.at(i);
+#pragma unroll
+      for (int j = 0; j < kTokens / 8; ++j)
+        promote(&sum[4 * j], &acc[4 * j], kScalesAhead ? scale[kScalesAhead ? j : 0] : access::load_shared_pair(scales + j * 32),
+                weight_scale);
     }
     if constexpr (kGroups == 2) add_groups(shell, group, warp, lane, sum);
-    epilogue.template store<kRows, kTokens>(shell, tile, group == 0, warp, lane, sum);
+    epilogue.store(shell, tile, group == 0, warp, lane, sum);
   }
 
  private:
@@ -152,25 +168,13 @@ struct GemmFp8 {
                       ptx::kEvictFirst);
   }
 
-  static SPANTUNE_DEVICE void read_scales(uint32_t address, int lane, float (&scale)[kTokens / 4]) {
-#pragma unroll
-    for (int j = 0; j < kTokens / 8; ++j)
-      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-                   : "=f"(scale[2 * j]), "=f"(scale[2 * j + 1])
-                   : "r"(address + (j * 8 + (lane & 3) * 2) * 4)
-                   : "memory");
-  }
-
-  static SPANTUNE_DEVICE void promote(float (&sum)[kAccumulators], const float (&acc)[kAccumulators],
-                                      const float (&scale)[kTokens / 4], float weight_scale) {
-#pragma unroll
-    for (int j = 0; j < kTokens / 8; ++j) {
-      const float s0 = __fmul_rn(scale[2 * j], weight_scale), s1 = __fmul_rn(scale[2 * j + 1], weight_scale);
-      sum[4 * j] = __fmaf_rn(acc[4 * j], s0, sum[4 * j]);
-      sum[4 * j + 1] = __fmaf_rn(acc[4 * j + 1], s1, sum[4 * j + 1]);
-      sum[4 * j + 2] = __fmaf_rn(acc[4 * j + 2], s0, sum[4 * j + 2]);
-      sum[4 * j + 3] = __fmaf_rn(acc[4 * j + 3], s1, sum[4 * j + 3]);
-    }
+  // Eight tokens' products of a k-block.
+  static SPANTUNE_DEVICE void promote(float* sum, const float* acc, float2 scale, float weight_scale) {
+    const float s0 = __fmul_rn(scale.x, weight_scale), s1 = __fmul_rn(scale.y, weight_scale);
+    sum[0] = __fmaf_rn(acc[0], s0, sum[0]);
+    sum[1] = __fmaf_rn(acc[1], s1, sum[1]);
+    sum[2] = __fmaf_rn(acc[2], s0, sum[2]);
+    sum[3] = __fmaf_rn(acc[3], s1, sum[3]);
   }
 
   // Group 0 ends with sum_0 + sum_1. Page 0 is free: every load into it has been waited for.
@@ -195,14 +199,16 @@ struct GemmFp8 {
   }
 };
 
-// fp32 partials of one split: out[split][m][n]. A finaliser sums the splits in index order.
-struct PartialEpilogue {
-  template <int kRows, int kTokens>
-  static constexpr int staging_bytes() { return 0; }
-  template <int kRows, int kTokens, class Shell>
-  SPANTUNE_DEVICE void prepare(const Shell&, const Tile&) {}
+// An epilogue gets a warp's 16 rows for all tokens of the tile: value 4 g + 2 h + i of a lane is row lane / 4 + 8 h of
+// token 8 g + 2 (lane % 4) + i. `holds` tells whether the warp's group has the sums.
 
-  template <int kRows, int kTokens, class Shell>
+// fp32 partials of one split: out[split][m][n]. A finaliser sums the splits in index order.
+template <int kRows, int kTokens>
+struct PartialEpilogue {
+  template <class Shell>
+  SPANTUNE_DEVICE void prepare(const Shell&, const Tile&, bool, int, int) {}
+
+  template <class Shell>
   SPANTUNE_DEVICE void store(const Shell& shell, const Tile& tile, bool holds, int warp, int lane,
                              const float (&sum)[kTokens / 2]) const {
     const int m_total = shell.scalar(GemmSlots::kM), n_total = shell.scalar(GemmSlots::kN);
@@ -222,58 +228,49 @@ struct PartialEpilogue {
 };
 
 // Rows of a head: `nope` plain ones to q_nope[M, heads, nope], then 64 rotated ones to the last 64 columns of
-// q_for_sparse_mla[M, heads, 576]. Works on atoms of 16 rows, so the tile needs only to divide the head.
-struct QueryRopeEpilogue {
-  static constexpr int kRope = 64;
-  template <int kRows, int kTokens>
-  static constexpr int staging_bytes() { return kTokens * (kRows + 8) * 2; }
-
-  template <int kRows, int kTokens, class Shell>
-  SPANTUNE_DEVICE void prepare(const Shell& shell, const Tile& tile) {
-    // Pull this tile's table rows near: the epilogue reads them when the last k-block is done.
-    const int m = tile.m * kTokens + shell.math_thread();
-    if (shell.math_thread() < kTokens && m < shell.scalar(GemmSlots::kM)) {
-      const float* row = table_row(shell, m);
-      asm volatile("prefetch.global.L1 [%0];" ::"l"(row));
-      asm volatile("prefetch.global.L1 [%0];" ::"l"(row + 32));
+// q_for_sparse_mla[M, heads, 576]. A warp's 16 rows are all plain or all rotated, so the tile needs only to divide the
+// head. Values go to memory from registers: a way through shared memory would cost the tail two barriers.
+template <int kRows, int kTokens>
+class QueryRopeEpilogue {
+ public:
+  // Before the k-blocks: where the warp's rows go, and the table values that rotate them, on their way while W streams.
+  template <class Shell>
+  SPANTUNE_DEVICE void prepare(const Shell& shell, const Tile& tile, bool holds, int warp, int lane) {
+    locate(shell, tile, warp, lane);
+    if (!holds || !rotated_) return;
+    if constexpr (kKeepsTable) {
+#pragma unroll
+      for (int j = 0; j < kTokens / 2; ++j) {
+        const float* row = table_row(shell, tile, lane, j);
+        asm volatile("ld.global.f32 %0, [%1];" : "=f"(cosine_[j]) : "l"(row) : "memory");
+        asm volatile("ld.global.f32 %0, [%1];" : "=f"(sine_[j]) : "l"(row + kRope / 2) : "memory");
+      }
+    } else {
+      for (int token = lane; token < kTokens; token += kWarpLanes) {
+        const float* row = table_of(shell, tile.m * kTokens + token);
+        asm volatile("prefetch.global.L1 [%0];" ::"l"(row));
+        asm volatile("prefetch.global.L1 [%0];" ::"l"(row + kRope / 2));
+      }
     }
   }
 
-  template <int kRows, int kTokens, class Shell>
+  template <class Shell>
   SPANTUNE_DEVICE void store(const Shell& shell, const Tile& tile, bool holds, int warp, int lane,
-                             float (&sum)[kTokens / 2]) const {
-    const int m_total = shell.scalar(GemmSlots::kM), n_total = shell.scalar(GemmSlots::kN);
-    const int head_rows = shell.scalar(GemmSlots::kHeadRows), nope = shell.scalar(GemmSlots::kNope);
-    const int atom = (tile.n * kRows + warp * 16) % head_rows;  // place of the warp's rows in their head
-    if (holds && atom >= nope) rotate<kTokens>(shell, tile, atom - nope, lane, sum);
-
-    constexpr int kStride = kRows + 8;  // in bf16: rows of 16-byte pieces, off the bank period
-    shell.sync_math();                  // the staging page was the ring's
+                             float (&sum)[kTokens / 2]) {
     if (holds) {
+      if constexpr (!kKeepsTable) locate(shell, tile, warp, lane);  // again: not held in registers meanwhile
+      if (rotated_) rotate(shell, tile, lane, sum);
+      const int m_total = shell.scalar(GemmSlots::kM);
+      const bool odd = lane & 4;
+      // Lanes of neighbouring rows swap halves: the even one stores both rows of the first token, the odd one of the next.
 #pragma unroll
-      for (int j = 0; j < kTokens / 2; ++j) {
-        const int t = (j / 4) * 8 + (lane & 3) * 2 + (j & 1), r = warp * 16 + (lane >> 2) + (j & 2) * 4;
-        asm volatile("st.shared.b16 [%0], %1;" ::"r"(shell.page(0) + (t * kStride + r) * 2),
-                     "h"(numerics::float_to_bf16(sum[j]))
-                     : "memory");
+      for (int j = 0; j < kTokens / 2; j += 2) {
+        const float other = __shfl_xor_sync(~0u, odd ? sum[j] : sum[j + 1], 4);
+        const int m = tile.m * kTokens + (j / 4) * 8 + (lane & 3) * 2 + odd;
+        const int row = (lane >> 3) * 2 + (j & 2) * 4;
+        const uint32_t pair = numerics::floats_to_bf16x2(odd ? other : sum[j], odd ? sum[j + 1] : other);
+        if (m < m_total) *reinterpret_cast<uint32_t*>(out_ + static_cast<int64_t>(m) * stride_ + row) = pair;
       }
-    }
-    shell.sync_math();
-    const int heads = n_total / head_rows;
-    for (int piece = shell.math_thread(); piece < kTokens * kRows / 8; piece += kMathThreads) {
-      const int t = piece / (kRows / 8), r = piece % (kRows / 8) * 8, m = tile.m * kTokens + t, n = tile.n * kRows + r;
-      if (m >= m_total || n >= n_total) continue;
-      const int head = n / head_rows, row = n % head_rows;
-      uint16_t* out = row < nope ? shell.template pointer<uint16_t>(GemmSlots::kOut0) +
-                                       (static_cast<int64_t>(m) * heads + head) * nope + row
-                                 : shell.template pointer<uint16_t>(GemmSlots::kOut1) +
-                                       (static_cast<int64_t>(m) * heads + head) * 576 + 512 + row - nope;
-      uint4 value;
-      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                   : "r"(shell.page(0) + (t * kStride + r) * 2)
-                   : "memory");
-      *reinterpret_cast<uint4*>(out) = value;
     }
     shell.release();
     shell.sync_math();
@@ -281,27 +278,58 @@ struct QueryRopeEpilogue {
   }
 
  private:
+  static constexpr int kRope = 64, kLatent = 512, kQueryColumns = kLatent + kRope;
+  static constexpr bool kKeepsTable = kTokens <= 16;  // more would cost a CTA its place on the multiprocessor
+
+  // Where the warp's rows lie in their head, and where they go.
   template <class Shell>
-  static SPANTUNE_DEVICE const float* table_row(const Shell& shell, int m) {
-    const int position = shell.template pointer<int>(GemmSlots::kPositions)[m];
+  SPANTUNE_DEVICE void locate(const Shell& shell, const Tile& tile, int warp, int lane) {
+    const int head_rows = shell.scalar(GemmSlots::kHeadRows), nope = shell.scalar(GemmSlots::kNope);
+    const int row = tile.n * kRows + warp * 16, head = row / head_rows, atom = row - head * head_rows;
+    const int heads = shell.scalar(GemmSlots::kN) / head_rows;
+    rotated_ = atom >= nope;
+    stride_ = heads * (rotated_ ? kQueryColumns : nope);
+    out_ = rotated_ ? shell.template pointer<uint16_t>(GemmSlots::kOut1) + head * kQueryColumns + kLatent + atom - nope
+                    : shell.template pointer<uint16_t>(GemmSlots::kOut0) + head * nope + atom;
+    pair_ = (atom - nope + (lane >> 2)) / 2;
+  }
+
+  template <class Shell>
+  static SPANTUNE_DEVICE const float* table_of(const Shell& shell, int m) {
+    const int last = shell.scalar(GemmSlots::kM) - 1;
+    const int position = shell.template pointer<int>(GemmSlots::kPositions)[min(m, last)];
     return shell.template pointer<float>(GemmSlots::kCosSin) + static_cast<int64_t>(position) * kRope;
+  }
+  // The cosine of value j of this lane; its sine is half a row further.
+  template <class Shell>
+  SPANTUNE_DEVICE const float* table_row(const Shell& shell, const Tile& tile, int lane, int j) const {
+    return table_of(shell, tile.m * kTokens + (j / 4) * 8 + (lane & 3) * 2 + (j & 1)) + pair_ + (j & 2) * 2;
   }
 
   // Pairs are neighbouring rows, held by lanes that differ in bit 2.
-  template <int kTokens, class Shell>
-  static SPANTUNE_DEVICE void rotate(const Shell& shell, const Tile& tile, int first, int lane, float (&sum)[kTokens / 2]) {
-    const int m_total = shell.scalar(GemmSlots::kM);
+  template <class Shell>
+  SPANTUNE_DEVICE void rotate(const Shell& shell, const Tile& tile, int lane, float (&sum)[kTokens / 2]) const {
 #pragma unroll
     for (int j = 0; j < kTokens / 2; ++j) {
-      const int m = tile.m * kTokens + (j / 4) * 8 + (lane & 3) * 2 + (j & 1);
-      const int pair = (first + (lane >> 2) + (j & 2) * 4) / 2;
-      const float* row = table_row(shell, min(m, m_total - 1));
+      float cosine, sine;
+      if constexpr (kKeepsTable) {
+        cosine = cosine_[j], sine = sine_[j];
+      } else {
+        if (j % 8 == 0) asm volatile("" ::: "memory");  // not all table values at once: they would not fit
+        const float* row = table_row(shell, tile, lane, j);
+        cosine = row[0], sine = row[kRope / 2];
+      }
       const float other = __shfl_xor_sync(~0u, sum[j], 4);
       const bool odd = lane & 4;
-      const auto rotated = numerics::rotate(odd ? other : sum[j], odd ? sum[j] : other, row[pair], row[32 + pair]);
-      sum[j] = odd ? rotated.odd : rotated.even;
+      const auto turned = numerics::rotate(odd ? other : sum[j], odd ? sum[j] : other, cosine, sine);
+      sum[j] = odd ? turned.odd : turned.even;
     }
   }
+
+  uint16_t* out_;
+  int stride_, pair_;
+  bool rotated_;
+  float cosine_[kKeepsTable ? kTokens / 2 : 1], sine_[kKeepsTable ? kTokens / 2 : 1];
 };
 
 }  // namespace spantune

@@ -78,16 +78,16 @@ struct PagedScore {
   template <class Shell>
   static SPANTUNE_DEVICE uint32_t keys_landed(const Shell& shell, int page) { return shell.barrier(kBoxes + page); }
 
+  template <class Shell>
+  static SPANTUNE_DEVICE const TensorMap* weight_map(const Shell& shell) { return shell.map(ScoreSlots::kKeyMap); }
+
   // Old pages, one a lane.
   template <class Shell>
   static SPANTUNE_DEVICE void weights(const Shell& shell, const Tile& tile) {
     const int lane = shell.lane(), ahead = shell.w_ahead();
     const QueryBlock block(shell, tile);
     const KeyPage page(shell, tile, block);
-    if (lane == 0) {
-      ptx::prefetch_map(shell.map(ScoreSlots::kKeyMap));
-      ptx::prefetch_map(shell.map(ScoreSlots::kScaleMap));
-    }
+    if (lane == 0) ptx::prefetch_map(shell.map(ScoreSlots::kScaleMap));
     const bool mine = page.old(block.first_context());
     if (mine && lane < ahead) issue_keys(shell, page.place);
     __syncwarp();

@@ -6,6 +6,7 @@
 //   kHasLoaders        whether the W loader and A loader warps exist (a row op uses the math group only)
 //   kPages, kBarriers  what it uses; arrivals(i) gives the arrival count of barrier i
 //   weights(shell, tile), inputs(shell, tile), math(shell, tile)
+//   weight_map(shell)  tensor map of the first loads (ops with loaders)
 #pragma once
 
 #include "../ptx.cuh"
@@ -146,7 +147,8 @@ SPANTUNE_DEVICE void run_tile(const Shell& shell, const Tile& tile, bool first) 
   using Op = typename Part::Op;
   const int warp = threadIdx.x / kWarpLanes;
   if (warp == kMathWarps) {
-    // The W loader makes the barriers itself: its first loads wait for no other warp.
+    // The W loader makes the barriers itself: its first loads wait for no other warp. Their tensor map is fetched meanwhile.
+    if (shell.lane() == kWarpLanes - 1) ptx::prefetch_map(Op::weight_map(shell));
     for (int i = shell.lane(); i < Op::kBarriers; i += kWarpLanes) {
       if (Part::kLoops && !first) ptx::barrier_invalidate(shell.barrier(i));
       ptx::barrier_init(shell.barrier(i), Op::arrivals(i));
