@@ -26,6 +26,7 @@ from workloads.ops.base import (
 )
 
 ROPE = 64
+BLOCK_M = {8: (8, 16), 16: (16,), 32: (32, 16), 64: (64, 32)}  # tokens of a tile by the most tokens of a step
 LATENT = 512
 
 

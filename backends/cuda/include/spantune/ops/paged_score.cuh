@@ -107,10 +107,10 @@ struct PagedScore {
     const KeyPage page(shell, tile, block);
     if (lane == 0) ptx::prefetch_map(shell.map(ScoreSlots::kQueryMap));
     shell.template acquire<Group::kInputs>();
-    const int limit = block.limit(shell);
+    const int limit = block.limit(shell), first_context = block.first_context();  // the whole warp takes part in both
     if (lane == 0 && tile.n * kRows < limit) issue_queries(shell, block);
     __syncwarp();
-    if (page.needed(limit) && !page.old(block.first_context())) issue_keys(shell, page.place);
+    if (page.needed(limit) && !page.old(first_context)) issue_keys(shell, page.place);
     __syncwarp();
     if (lane == 0) shell.announce(Point::kInputsRead);
     __syncwarp();
@@ -238,8 +238,8 @@ struct PagedScore {
     }
   }
 
-  // The same with waits for the queries, and with the next pass under way while one is added up. Passes past the block's tokens are computed, not
-  // stored, and stores come last: branches between would keep the assembler from overlapping.
+  // The same with waits for the queries, and with the next pass under way while one is added up. Passes past the block's
+  // tokens are computed, not stored, and stores come last: branches between would keep the assembler from overlapping.
   template <class Shell>
   static SPANTUNE_DEVICE void score_ahead(const Shell& shell, const Tile& tile, const QueryBlock& queries, int context,
                                           int page, int first_token) {
