@@ -26,7 +26,7 @@ from search_spaces.config import (
 )
 from search_spaces.errors import IllegalConfig
 from search_spaces.gpu import GpuRecord
-from workloads.graph import OpGraph
+from workloads.graph import OpGraph, Role
 from workloads.ops import KINDS
 from workloads.ops.base import Tiling
 
@@ -114,20 +114,33 @@ class CmpSpace:
         begun = frozenset(e for e, kind in kinds.items() if kind == "launch_completion")
         return CmpConfig(ops, order, streams, frozenset(programmatic), begun)
 
-    def _schedule(self, name: str, point: Mapping[str, Value]) -> OpSchedule:
+    def _tiling(self, name: str, point: Mapping[str, Value]) -> Tiling:
         op = self.graph.ops[name]
         tiling = dict(default_tiling(self.graph, name, self.gpu).__dict__)
         for field in KINDS[op.kind].tunables(op, self.graph):
             if f"{name}.{field}" in point:
                 tiling[field] = point[f"{name}.{field}"]
+        return Tiling(**tiling)
+
+    def _host(self, name: str, point: Mapping[str, Value]) -> str:
+        """A finaliser whose producer leaves it no registers gets a launch of its own."""
+        host = str(point.get(f"{name}.host", ""))
+        behind = host in arrival_hosts(self.graph, name)
+        return "" if behind and not self._has_room_behind(host, self._tiling(host, point)) else host
+
+    def _has_room_behind(self, producer: str, tiling: Tiling) -> bool:
+        kind = KINDS[self.graph.ops[producer].kind]
+        return tiling.ctas_per_sm <= kind.ctas_with_finaliser(tiling)
+
+    def _schedule(self, name: str, point: Mapping[str, Value]) -> OpSchedule:
         fallback = OpSchedule()
         return OpSchedule(
-            tiling=Tiling(**tiling),
+            tiling=self._tiling(name, point),
             trigger=str(point.get(f"{name}.trigger", fallback.trigger)),
             wait=str(point.get(f"{name}.wait", fallback.wait)),
             w_ahead=int(point.get(f"{name}.w_ahead", fallback.w_ahead)),
             priority=int(point.get(f"{name}.priority", fallback.priority)),
-            host=str(point.get(f"{name}.host", "")),
+            host=self._host(name, point),
             grid_cap=int(point.get(f"{name}.grid_cap", 0)),
             **self._prefetch(name, point),
         )
@@ -170,13 +183,23 @@ class CmpSpace:
             if reason is not None:
                 raise IllegalConfig(reason)
         for host, names in config.launches().items():
+            beside = [host]
             for name in names[1:]:
-                if name not in self.graph.ops or host not in hosts_of(self.graph, name):
+                if name in self.graph.ops and config.ops[name].host in arrival_hosts(self.graph, name):
+                    producer = config.ops[name].host
+                    tiling = config.ops[producer].tiling
+                    if not self._has_room_behind(producer, tiling):
+                        raise IllegalConfig(
+                            f"{name}: {tiling.ctas_per_sm} CTAs of {producer} a multiprocessor leave it no registers"
+                        )
+                    continue
+                if name not in self.graph.ops or host not in side_hosts(self.graph, name):
                     raise IllegalConfig(
                         f"{name}: cannot share the launch of {host}, use {_hosts_text(self.graph, name)}"
                     )
+                beside.append(name)
             shared = max(self._shared(name, config.ops[name].tiling) for name in names)
-            ctas = min(config.ops[name].tiling.ctas_per_sm for name in names)
+            ctas = min(config.ops[name].tiling.ctas_per_sm for name in beside)
             if self.gpu.ctas_by_shared(shared) < ctas:
                 raise IllegalConfig(self._no_room("+".join(names), ctas, shared))
 
@@ -208,7 +231,24 @@ class CmpSpace:
 
 
 def hosts_of(graph: OpGraph, name: str) -> tuple[str, ...]:
-    """Ops whose launch an op may share: earlier ones with loaders that wait for the very same producers."""
+    """Ops whose launch an op may be part of, beside their tiles or behind them."""
+    return (*side_hosts(graph, name), *arrival_hosts(graph, name))
+
+
+def arrival_hosts(graph: OpGraph, name: str) -> tuple[str, ...]:
+    """Ops behind whose tiles an op may run, as the last of those that it reads arrives.
+
+    They have loaders, for the grid shell runs such tiles in the math group, and leave partials that the op sums.
+    """
+    if KINDS[graph.ops[name].kind].loaders:
+        return ()
+    partials = [tensor for tensor in graph.ops[name].reads.values() if graph.tensors[tensor].role is Role.PARTIAL]
+    writers = [writer for tensor in partials for writer in graph.writers(tensor)]
+    return tuple(writer for writer in writers if KINDS[graph.ops[writer].kind].loaders)
+
+
+def side_hosts(graph: OpGraph, name: str) -> tuple[str, ...]:
+    """Ops beside whose tiles an op may run: earlier ones with loaders that wait for the very same producers."""
     parents: dict[str, set[str]] = {op: set() for op in graph.ops}
     for producer, consumer in graph.op_edges():
         parents[consumer].add(producer)

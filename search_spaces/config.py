@@ -37,7 +37,8 @@ class OpSchedule:
         wait: `entry`, `after_setup`, or `a_loader_only` (only the acquires that every kernel makes).
         w_ahead: W stages that may be issued before the wait.
         priority: node priority, 0 to 2.
-        host: op whose launch this op shares, or empty for a launch of its own. Tiles of both run side by side.
+        host: op whose launch this op shares, or empty for a launch of its own. Tiles of both run side by side; those of
+            a finaliser hosted by its producer run as the producer's tiles arrive, and only its tiling then counts.
         grid_cap: CTAs at most; each then takes several tiles in turn. 0 means one CTA a tile.
         prefetch_of: op whose first weights this op brings into L2 on its way, or empty.
         prefetch_kib: KiB of them, over the whole launch.

@@ -89,6 +89,7 @@ class CudaSession:
         self._inputs = memory.allocate(memory.input_sizes(self.graph))
         written = memory.written_sizes(self.graph, memory.largest_splits(self.graph))
         self._written = memory.allocate(written)
+        self._counters = memory.allocate_counters(self.graph)
         sizes = memory.set_sizes(self.graph)
         count = self._protocol.num_sets(self._gpu.record.l2_bytes, compulsory_bytes(self.graph))
         self._sets = [memory.allocate(sizes) for _ in range(count)]
@@ -98,7 +99,8 @@ class CudaSession:
         self._readings = driver.allocate_host(16 * SLOTS)
 
     def _addresses(self, index: int) -> dict[str, int]:
-        return {**self._inputs.addresses(), **self._written.addresses(), **self._sets[index].addresses()}
+        arenas = (self._inputs, self._written, self._counters, self._sets[index])
+        return {name: address for arena in arenas for name, address in arena.addresses().items()}
 
     def _load_data(self, seed: int) -> None:
         inputs, reference = self._workload.inputs(), self._workload.reference()
@@ -316,7 +318,7 @@ class CudaSession:
 
     def close(self) -> None:
         """Frees the device. Safe to call twice."""
-        for arena in (*self._sets, self._inputs, self._written, self._pristine):
+        for arena in (*self._sets, self._inputs, self._written, self._counters, self._pristine):
             arena.close()
         if self._stamps:
             driver.free(self._stamps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 
+from backends.plan.arrivals import counters_of
 from backends.plan.launches import KernelPart
 from workloads.ops.base import Operand, Pointer, TensorMapSpec
 
@@ -77,3 +78,33 @@ def grid_args(
         prefetch.at if prefetch else 0,
     )
     return body + (b"".join(maps) if maps else bytes(MAP_BYTES))
+
+
+def arrival_args(part: KernelPart, producer: KernelPart, addresses: Mapping[str, int]) -> bytes:
+    """`ArrivalArgs` of shells/grid.cuh, as large as the block of an op without tensor maps.
+
+    Args:
+        part: a finaliser behind its producer.
+        producer: the part whose tiles arrive.
+        addresses: of the graph's tensors, and of the finaliser's counters.
+    """
+    arrival = part.arrival
+    if arrival is None or map_specs(part.operands):
+        raise ValueError(f"{part.op} does not run behind a producer, or has tensor maps")
+    body = struct.pack(
+        "<16Q2Q12i",
+        *operand_row(part.operands, addresses),
+        addresses[counters_of(part.op)],
+        0,
+        *arrival.gathered,
+        producer.tiles[0],
+        producer.tiles[2],
+        producer.splits,
+        *arrival.run,
+        part.tiles[0],
+        part.tiles[2],
+        arrival.groups[0],
+        0,
+        0,
+    )
+    return body + bytes(MAP_BYTES)

@@ -38,6 +38,7 @@ class KernelCost:
         body_us: from the last bytes on chip to the last store, math left out.
         math_us: math on one ring of bytes, alone on its multiprocessor.
         loaders: whether weights and inputs flow side by side.
+        finaliser_us: from the last CTA's end to that of the finaliser which its last tile runs.
     """
 
     ctas: int
@@ -55,6 +56,7 @@ class KernelCost:
     body_us: float
     math_us: float
     loaders: bool
+    finaliser_us: float = 0.0
 
 
 def kernel_cost(graph: OpGraph, part: KernelPart, splits: Mapping[str, int], calibration: Calibration) -> KernelCost:
@@ -91,6 +93,16 @@ def kernel_cost(graph: OpGraph, part: KernelPart, splits: Mapping[str, int], cal
         math_us=ring / compute,
         loaders=kind.loaders,
     )
+
+
+def finaliser_us(graph: OpGraph, part: KernelPart, splits: Mapping[str, int], calibration: Calibration) -> float:
+    """What a finaliser behind its producer takes: the tiles of one group in turn, each like a kernel without launch."""
+    if part.arrival is None:
+        return 0.0
+    c, (n, m) = calibration, part.arrival.run
+    inputs = _input_bytes(graph, graph.ops[part.op], part.tiling, splits)
+    tile = c.row_latency_us + inputs / c.sm_bytes_per_us + c.row_us.get(part.binary.kind, c.row_us[OTHER])
+    return min(n, part.tiles[0]) * min(m, part.tiles[2]) * tile
 
 
 def splits_of(graph: OpGraph, plan: LaunchPlan) -> dict[str, int]:

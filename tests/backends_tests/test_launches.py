@@ -203,7 +203,7 @@ def test_the_strictest_kind_rules_an_edge_between_launches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "host", "words"), [("D0", "B0", "D0: cannot share"), ("B0f", "B0", "B0f: cannot share"), ("C0", "Z9", "Z9")]
+    ("op", "host", "words"), [("D0", "B0", "D0: cannot share"), ("D1f", "B0", "D1f: cannot share"), ("C0", "Z9", "Z9")]
 )
 def test_ops_that_may_not_share_a_launch_are_refused(op: str, host: str, words: str) -> None:
     with pytest.raises((IllegalConfig, ConfigError), match=words):

@@ -35,6 +35,22 @@ struct alignas(64) GridArgs {
   TensorMap maps[kMaps > 0 ? kMaps : 1];
 };
 
+// Parameters of a finaliser whose tiles run as those of its producer arrive, behind the producer's. As large as
+// GridArgs<0>. The producer's tiles form groups of `gathered` tiles, with all splits; a group starts `run` tiles.
+struct alignas(64) ArrivalArgs {
+  uint64_t operands[kOperandSlots];
+  uint64_t counters;  // one uint32 a group, zero between launches
+  uint64_t trace;
+  int32_t gathered_n, gathered_m;
+  int32_t n_tiles, m_tiles, splits;  // of the producer
+  int32_t run_n, run_m;
+  int32_t own_n_tiles, own_m_tiles;  // of the finaliser
+  int32_t groups_n;
+  int32_t unused[2];
+  TensorMap maps[1];
+};
+static_assert(sizeof(ArrivalArgs) == sizeof(GridArgs<0>), "blocks of ops without tensor maps are alike");
+
 // Place of a CTA in its op's grid.
 struct Cta {
   int x, split, m;
@@ -106,6 +122,57 @@ class GridShell {
   bool first_ = true, last_ = true;
 };
 
+// What a finaliser sees of the shell when it runs in its producer's math group. The producer has waited for what both of
+// them need of other kernels, the arrival has ordered the rest, and points are the producer's to announce.
+class ArrivalShell {
+ public:
+  SPANTUNE_DEVICE ArrivalShell(const ArrivalArgs& args, uint32_t scratch)
+      : args_(args), scratch_(opaque(scratch)), thread_(static_cast<int>(opaque(threadIdx.x))) {}
+
+  template <class T>
+  SPANTUNE_DEVICE T* pointer(int slot) const {
+    return reinterpret_cast<T*>(args_.operands[slot]);
+  }
+  SPANTUNE_DEVICE int scalar(int slot) const { return static_cast<int>(opaque(static_cast<uint32_t>(args_.operands[slot]))); }
+  SPANTUNE_DEVICE uint32_t scratch() const { return scratch_; }
+  SPANTUNE_DEVICE int lane() const { return thread_ % kWarpLanes; }
+  SPANTUNE_DEVICE int math_thread() const { return thread_; }
+  SPANTUNE_DEVICE int math_warp() const { return thread_ / kWarpLanes; }
+  template <Group kGroup>
+  SPANTUNE_DEVICE void acquire() const {}
+  SPANTUNE_DEVICE void release() const {}
+  SPANTUNE_DEVICE void announce(Point) const {}
+  SPANTUNE_DEVICE void sync_math() const { ptx::named_sync<1, kMathThreads>(); }
+
+ private:
+  const ArrivalArgs& args_;
+  const uint32_t scratch_;
+  const int thread_;
+};
+
+// Called by the math group when a tile of the producer has stored; true, in all threads, where it was the last of its
+// group, and then everything that the group stored may be read.
+//
+// Order: each thread's stores, the barrier, thread 0's fence, its increment (release, and cumulative over the barrier);
+// the last increment, thread 0's fence, the barrier, each thread's loads (acquire). Increments of one counter form one
+// chain, so the last one follows all. Loads may be plain ld.global: the second fence empties the multiprocessor's L1
+// before any thread of the CTA passes the barrier, and what is filled later comes from L2, where the stores are.
+// The stores are generic; bulk or tensor stores would have to be waited for and fenced to the generic proxy first.
+SPANTUNE_DEVICE bool arrives_last(const ArrivalArgs& args, int group_n, int group_m) {
+  ptx::named_sync<1, kMathThreads>();
+  bool last = false;
+  if (threadIdx.x == 0) {
+    const int wide = min(args.gathered_n, args.n_tiles - group_n * args.gathered_n);
+    const int high = min(args.gathered_m, args.m_tiles - group_m * args.gathered_m);
+    const uint32_t end = static_cast<uint32_t>(wide * high * args.splits) - 1;
+    uint32_t* counter = reinterpret_cast<uint32_t*>(args.counters) + group_m * args.groups_n + group_n;
+    ptx::fence_acq_rel_gpu();
+    last = ptx::increment_relaxed_gpu(counter, end) == end;
+    if (last) ptx::fence_acq_rel_gpu();
+  }
+  return ptx::named_any<1, kMathThreads>(last);
+}
+
 // First k-block of split i: the first `left` splits hold one more; the same formula as workloads/ops/base.py.
 SPANTUNE_DEVICE int split_bound(int per_split, int left, int i) { return per_split * i + min(i, left); }
 
@@ -116,6 +183,42 @@ struct GridPart {
   using Args = GridArgs<kMapCount>;
   static constexpr int kMaps = kMapCount;
   static constexpr int kThreads = kMathThreads + (Op::kHasLoaders ? 2 * kWarpLanes : 0);
+
+  // Called by the math group when a tile has stored.
+  template <class Shell>
+  static SPANTUNE_DEVICE void stored(const Args&, const Shell&, const Tile&) {}
+};
+
+// A part with a finaliser behind it, without CTAs of its own.
+template <class Producer, class Finaliser>
+struct ArrivalPart {
+  using Op = typename Producer::Op;
+  struct Args : Producer::Args {
+    ArrivalArgs finaliser;
+  };
+  static constexpr int kMaps = Producer::kMaps, kThreads = Producer::kThreads;
+  static_assert(Op::kHasLoaders && !Finaliser::kHasLoaders && Finaliser::kPages == 0 && Finaliser::kBarriers == 0,
+                "a finaliser runs in the math group of an op with loaders, in its scratch");
+
+  template <class Shell>
+  static SPANTUNE_DEVICE void stored(const Args& all, const Shell& shell, const Tile& tile) {
+    Producer::stored(all, shell, tile);
+    const ArrivalArgs& args = all.finaliser;
+    const int group_n = static_cast<unsigned>(tile.n) / static_cast<unsigned>(args.gathered_n);
+    const int group_m = static_cast<unsigned>(tile.m) / static_cast<unsigned>(args.gathered_m);
+    if (!arrives_last(args, group_n, group_m)) return;
+    const int n_end = min((group_n + 1) * args.run_n, args.own_n_tiles);
+    const int m_end = min((group_m + 1) * args.run_m, args.own_m_tiles);
+#pragma unroll 1
+    for (int m = group_m * args.run_m; m < m_end; ++m) {
+#pragma unroll 1
+      for (int n = group_n * args.run_n; n < n_end; ++n) {
+        const ArrivalShell own(args, shell.scratch());
+        Finaliser::math(own, Tile{m, n, 0, 0, 0});
+        own.sync_math();  // the next tile's scratch
+      }
+    }
+  }
 };
 
 // All roles of one tile of an op with loaders. Barriers are fresh for every tile.
@@ -142,6 +245,7 @@ SPANTUNE_DEVICE void run_tile(const typename Part::Args& args, const Shell& shel
       Op::inputs(shell, tile);
     } else {
       Op::math(shell, tile);
+      Part::stored(args, shell, tile);
     }
   }
 }
