@@ -70,7 +70,7 @@ class CudaLayer:
         gpu = driver.open_gpu(index)
         CmpSpace(graph, gpu.record).check(config)
         plan = lower(graph, config, gpu.record.arch)
-        verdict = verify(graph, plan)
+        verdict = verify(graph, plan, gpu.record.sm_count)
         if not verdict.passed:
             raise UnsafePlan(verdict.message)
         written = memory.written_sizes(graph, splits_of(graph, config))

@@ -18,6 +18,7 @@ from search_spaces.config import (
     NO_LIMIT_AHEAD,
     PREFETCH_POINTS,
     PRIORITIES,
+    SHARERS,
     TRIGGERS,
     WAITS,
     CmpConfig,
@@ -83,6 +84,8 @@ class CmpSpace:
             hosts = hosts_of(self.graph, op.name)
             if hosts:
                 yield Choice(f"{op.name}.host", ("", *hosts))
+            if arrival_hosts(self.graph, op.name):
+                yield Choice(f"{op.name}.sharers", SHARERS)
             yield Choice(f"{op.name}.stream", tuple(range(MAX_STREAMS)))
             yield Choice(f"{op.name}.priority", PRIORITIES)
             yield Priority(f"{op.name}.order")
@@ -141,6 +144,7 @@ class CmpSpace:
             w_ahead=int(point.get(f"{name}.w_ahead", fallback.w_ahead)),
             priority=int(point.get(f"{name}.priority", fallback.priority)),
             host=self._host(name, point),
+            sharers=int(point.get(f"{name}.sharers", fallback.sharers)),
             grid_cap=int(point.get(f"{name}.grid_cap", 0)),
             **self._prefetch(name, point),
         )

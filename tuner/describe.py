@@ -40,6 +40,7 @@ def _op(config: Config, graph: OpGraph, place: int) -> str:
         if schedule.host:
             behind = schedule.host in arrival_hosts(graph, name)
             words.append(f"{'behind the tiles' if behind else 'in the launch'} of {schedule.host}")
+            words += [f"shared by {schedule.sharers}"] if behind and schedule.sharers > 1 else []
         words += [f"at most {schedule.grid_cap} CTAs"] if schedule.grid_cap else []
         if schedule.prefetch_of:
             words.append(f"prefetches {schedule.prefetch_kib} KiB for {schedule.prefetch_of} at {schedule.prefetch_at}")

@@ -155,7 +155,7 @@ class CudaSession:
             return self._prepare_megakernel(config)
         self.space.check(config)
         plan = launches.lower(self.graph, config, self._gpu.record.arch)
-        verdict = verify_plan(self.graph, plan)
+        verdict = verify_plan(self.graph, plan, self._gpu.record.sm_count)
         if not verdict.passed:
             raise UnsafePlan(verdict.message)
         key = numerics_key(self.graph, config, self._gpu.record.arch)

@@ -17,6 +17,7 @@ from workloads.graph import OpGraph
 from workloads.ops import KINDS
 from workloads.ops.base import Domain, Region, Tile, Tiling
 
+MOST_SHARERS = 31  # a share's number travels as a count of one warp's lanes
 Place = tuple[int, int, int]  # n, split, m of a tile
 
 
@@ -29,12 +30,19 @@ class Arrival:
         gathered: tiles of the producer that a group spans; it holds all their splits. The last group may be smaller.
         run: tiles of the finaliser that a group starts.
         groups: groups, each with a counter of its own.
+        sharers: tiles of the producer that share a group's work, the last to arrive. All but the last of them wait.
     """
 
     producer: str
     gathered: tuple[int, int]
     run: tuple[int, int]
     groups: tuple[int, int]
+    sharers: int = 1
+
+    @property
+    def waiting(self) -> int:
+        """CTAs that may wait at once for others of their launch to arrive."""
+        return (self.sharers - 1) * self.num_groups
 
     @property
     def num_groups(self) -> int:
@@ -53,8 +61,8 @@ def counters_of(op: str) -> str:
     return f"{op}.arrivals"
 
 
-def derive(graph: OpGraph, producer: str, name: str, tilings: Mapping[str, Tiling]) -> Arrival:
-    """The groups of a finaliser.
+def derive(graph: OpGraph, producer: str, name: str, tilings: Mapping[str, Tiling], sharers: int = 1) -> Arrival:
+    """The groups of a finaliser; there are no more sharers than tiles to share or tiles that arrive.
 
     Raises:
         IllegalConfig: the tiles that it reads form no groups of equal shape.
@@ -69,7 +77,9 @@ def derive(graph: OpGraph, producer: str, name: str, tilings: Mapping[str, Tilin
     )
     if not first:
         raise IllegalConfig(f"{name}: reads nothing that {producer} writes")
-    arrival = Arrival(producer, gathered, run, (-(-own.n_tiles // run[0]), -(-own.m_tiles // run[1])))
+    groups = (-(-own.n_tiles // run[0]), -(-own.m_tiles // run[1]))
+    fewest = min(len(needs[n, 0, m]) for n, m in product(range(own.n_tiles), range(own.m_tiles)))
+    arrival = Arrival(producer, gathered, run, groups, min(sharers, run[0] * run[1], fewest))
     fault = fault_of(graph, name, arrival, tilings[producer], tilings[name])
     if fault is not None:
         raise IllegalConfig(f"{name}: cannot run as tiles of {producer} arrive: {fault}")
@@ -84,6 +94,9 @@ def fault_of(graph: OpGraph, name: str, arrival: Arrival, producer: Tiling, own:
     if spans != arrival.groups or runs != arrival.groups:
         return f"{spans} groups of arriving tiles start {runs} groups of tiles, planned are {arrival.groups}"
     needs = needed(graph, arrival.producer, name, producer, own)
+    fewest = min(map(len, needs.values()))
+    if not 1 <= arrival.sharers <= min(fewest, MOST_SHARERS):
+        return f"{arrival.sharers} share a group of which {fewest} tiles arrive"
     for tile in own_domain:
         wrong = needs[tile.n, tile.split, tile.m] ^ arrival.arrivals(tile, domain)
         if wrong:

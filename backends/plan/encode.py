@@ -104,7 +104,7 @@ def arrival_args(part: KernelPart, producer: KernelPart, addresses: Mapping[str,
         part.tiles[0],
         part.tiles[2],
         arrival.groups[0],
-        0,
+        arrival.sharers,
         0,
     )
     return body + bytes(MAP_BYTES)

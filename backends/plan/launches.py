@@ -208,6 +208,10 @@ class LaunchPlan:
         names = {node.op for node in nodes}
         return replace(self, nodes=nodes, edges=tuple(e for e in self.edges if {e.producer, e.consumer} <= names))
 
+    def waiting(self) -> int:
+        """CTAs that may wait at once for CTAs of their own launch."""
+        return sum(part.arrival.waiting for part in self.parts() if part.arrival is not None)
+
     def roots(self) -> tuple[str, ...]:
         """Names of nodes without an in-edge."""
         consumers = {edge.consumer for edge in self.edges}
@@ -321,8 +325,18 @@ def _arrival_part(graph: OpGraph, config: CmpConfig, name: str, splits: Splits, 
         trigger=POINTS["none"],
         wait=POINTS["none"],
         w_ahead=0,
-        arrival=derive(graph, producer, name, {n: config.ops[n].tiling for n in (producer, name)}),
+        arrival=derive(
+            graph, producer, name, {n: config.ops[n].tiling for n in (producer, name)}, _sharers(graph, config, name)
+        ),
     )
+
+
+def _sharers(graph: OpGraph, config: CmpConfig, name: str) -> int:
+    """A CTA that takes several tiles in turn must not wait for one that it takes later: then nothing is shared."""
+    producer = config.ops[name].host
+    domain = KINDS[graph.ops[producer].kind].domain(graph.ops[producer], graph, config.ops[producer].tiling)
+    one_tile_each = _capped(domain, config.ops[producer].grid_cap) == domain.n_tiles
+    return config.ops[name].sharers if one_tile_each else 1
 
 
 def _capped(domain: Domain, cap: int) -> int:

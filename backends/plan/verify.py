@@ -17,7 +17,7 @@ from workloads.ops import KINDS
 from workloads.ops.base import Region, Tiling
 
 
-def verify(graph: OpGraph, plan: LaunchPlan) -> Verdict:
+def verify(graph: OpGraph, plan: LaunchPlan, sm_count: int = 0) -> Verdict:
     """Proves that a plan orders every read after its writer and every two writers of one place.
 
     Checked: nodes run the graph's ops, edges join known nodes, the plan is acyclic, each data edge and each pair of
@@ -25,6 +25,15 @@ def verify(graph: OpGraph, plan: LaunchPlan) -> Verdict:
     of its use is a weight. Ops of one launch run side by side: no path joins them. A finaliser inside the launch of its
     producer is ordered after it in what it reads of it alone, where each of its tiles' group holds exactly the tiles of
     the producer that write what it reads.
+
+    CTAs that share a finaliser's work wait for others of their launch, so there must be fewer of them in the plan than
+    multiprocessors: one is then left on which everything else ends, and the CTAs that they wait for find room there.
+    (A kernel that was launched early and waits holds room too, but all CTAs of what it waits for have begun.)
+
+    Args:
+        graph: that the plan was lowered from.
+        plan: to be proved.
+        sm_count: multiprocessors of the GPU; by default no CTA may wait for others of its launch.
     """
     names = [part.op for part in plan.parts()]
     if sorted(names) != sorted(graph.ops):
@@ -39,6 +48,8 @@ def verify(graph: OpGraph, plan: LaunchPlan) -> Verdict:
     before = ancestors(plan)
     if before is None:
         return _unsafe("the edges form a cycle")
+    if plan.waiting() and plan.waiting() >= sm_count:
+        return _unsafe(f"{plan.waiting()} CTAs may wait for others of their launch, on {sm_count} multiprocessors")
     arrived = _arrived(graph, plan)
     if isinstance(arrived, Verdict):
         return arrived
@@ -64,6 +75,8 @@ def _arrived(graph: OpGraph, plan: LaunchPlan) -> set[tuple[str, str, str]] | Ve
             fault = fault_of(graph, part.op, part.arrival, producer.tiling, part.tiling)
             if fault is not None:
                 return _unsafe(f"{part.op} runs as tiles of {producer.op} arrive: {fault}")
+            if part.arrival.sharers > 1 and producer.ctas_x < producer.tiles[0]:
+                return _unsafe(f"a CTA of {producer.op} would wait for a tile that it takes later, to share {part.op}")
             written = graph.ops[producer.op].writes.values()
             found |= {(producer.op, part.op, t) for t in graph.ops[part.op].reads.values() if t in written}
     return found

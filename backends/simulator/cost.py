@@ -96,13 +96,13 @@ def kernel_cost(graph: OpGraph, part: KernelPart, splits: Mapping[str, int], cal
 
 
 def finaliser_us(graph: OpGraph, part: KernelPart, splits: Mapping[str, int], calibration: Calibration) -> float:
-    """What a finaliser behind its producer takes: the tiles of one group in turn, each like a kernel without launch."""
+    """What a finaliser behind its producer takes: a sharer's tiles in turn, each like a kernel without launch."""
     if part.arrival is None:
         return 0.0
     c, (n, m) = calibration, part.arrival.run
     inputs = _input_bytes(graph, graph.ops[part.op], part.tiling, splits)
     tile = c.row_latency_us + inputs / c.sm_bytes_per_us + c.row_us.get(part.binary.kind, c.row_us[OTHER])
-    return min(n, part.tiles[0]) * min(m, part.tiles[2]) * tile
+    return ceil(min(n, part.tiles[0]) * min(m, part.tiles[2]) / part.arrival.sharers) * tile
 
 
 def splits_of(graph: OpGraph, plan: LaunchPlan) -> dict[str, int]:

@@ -100,9 +100,10 @@ def run_groups(producer: KernelPart, part: KernelPart, seed: int) -> tuple[dict[
     body = arrival_args(part, producer, {**addresses, counters_of(part.op): 7})
     words = struct.unpack_from("<2Q12i", body, OPERAND_SLOTS * 8)
     assert words[:2] == (7, 0)
-    wide, high, n_tiles, m_tiles, splits, run_n, run_m, own_n, own_m, groups_n = words[2:12]
+    wide, high, n_tiles, m_tiles, splits, run_n, run_m, own_n, own_m, groups_n, sharers = words[2:13]
     assert part.arrival is not None
     counters, ran, arrived = [0] * part.arrival.num_groups, dict[Any, set[Any]](), set[Any]()
+    shares: dict[tuple[int, int], list[int]] = {}
     tiles = list(product(range(n_tiles), range(splits), range(m_tiles)))
     random.Random(seed).shuffle(tiles)
     for n, split, m in tiles:
@@ -111,31 +112,37 @@ def run_groups(producer: KernelPart, part: KernelPart, seed: int) -> tuple[dict[
         end = min(wide, n_tiles - at_n * wide) * min(high, m_tiles - at_m * high) * splits - 1
         before = counters[at_m * groups_n + at_n]
         counters[at_m * groups_n + at_n] = 0 if before >= end else before + 1
+        if before >= end + 1 - sharers:
+            shares.setdefault((at_n, at_m), []).append(before - (end + 1 - sharers))
         if before != end:
             continue
-        for own in product(
-            range(at_n * run_n, min((at_n + 1) * run_n, own_n)), range(at_m * run_m, min((at_m + 1) * run_m, own_m))
-        ):
-            assert own not in ran
-            ran[own] = set(arrived)
+        rows, columns = min(run_m, own_m - at_m * run_m), min(run_n, own_n - at_n * run_n)
+        for share in shares.pop((at_n, at_m)):  # those that waited, and the last
+            for i in range(share, rows * columns, sharers):
+                own = (at_n * run_n + i % columns, at_m * run_m + i // columns)
+                assert own not in ran
+                ran[own] = set(arrived)
+    assert not shares
     return ran, counters
 
 
+@pytest.mark.parametrize("sharers", [1, 4, 16])
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize(("shape", "tiling"), SHAPES)
 def test_each_tile_runs_once_when_all_that_it_reads_has_arrived(
-    name: str, shape: AttentionPreShape, tiling: dict[str, int]
+    name: str, shape: AttentionPreShape, tiling: dict[str, int], sharers: int
 ) -> None:
     graph = build_graph(shape)
-    point = {f"{PAIRS[name]}.{field}": value for field, value in tiling.items()}
+    point: dict[str, Any] = {f"{PAIRS[name]}.{field}": value for field, value in tiling.items()}
     space = CmpSpace(graph, H200)
     try:
-        chosen = space.decode({f"{name}.host": PAIRS[name], f"{PAIRS[name]}.ctas_per_sm": 1, **point})
+        point |= {f"{name}.sharers": sharers, f"{PAIRS[name]}.ctas_per_sm": 1}
+        chosen = space.decode({f"{name}.host": PAIRS[name], **point})
         space.check(chosen)
     except IllegalConfig:
         pytest.skip("not a tiling of this shape")
     plan = lower(graph, chosen, "sm_90a")
-    assert verify(graph, plan).passed
+    assert verify(graph, plan, 1 << 20).passed
     producer, part = parts_of(plan, name)
     kind, op = KINDS[graph.ops[name].kind], graph.ops[name]
     source = graph.ops[producer.op]
@@ -162,6 +169,8 @@ FAULTS: list[tuple[str, dict[str, Any], str]] = [
     ("D1f", {"run": (1, 8)}, "(4, 2) groups of tiles"),
     ("B0f", {"run": (2, 16), "groups": (1, 1), "gathered": (41, 1)}, "which it does not read"),
     ("B1f", {"producer": "B0"}, "not of B0"),
+    ("B1f", {"sharers": 32}, "32 share a group"),
+    ("B0f", {"sharers": 0}, "0 share a group"),
 ]
 
 
@@ -169,7 +178,7 @@ FAULTS: list[tuple[str, dict[str, Any], str]] = [
 def test_the_verifier_refuses_groups_that_are_not_what_tiles_read(name: str, fault: dict[str, Any], words: str) -> None:
     plan = lower(GRAPH, SPACE.decode(ALL), "sm_90a")
     assert verify(GRAPH, plan).passed
-    verdict = verify(GRAPH, with_arrival(plan, name, **fault))
+    verdict = verify(GRAPH, with_arrival(plan, name, **fault), H200.sm_count)
     assert not verdict.passed
     assert any(word in verdict.message for word in words.split("|")), verdict.message
 
@@ -207,7 +216,7 @@ def test_parameter_blocks_stand_where_the_lint_and_the_shell_look() -> None:
     assert len(body) == GRID_HEADER_BYTES + MAP_BYTES
     assert struct.unpack_from("<Q", body)[0] == addresses["b0_partial"]
     words = struct.unpack_from("<2Q12i", body, OPERAND_SLOTS * 8)
-    assert words == (0xABC0, 0, 32, 1, 41, 1, producer.splits, 1, 16, 2, 16, 2, 0, 0)
+    assert words == (0xABC0, 0, 32, 1, 41, 1, producer.splits, 1, 16, 2, 16, 2, 1, 0)
     rows = slots_of([producer.operands, part.operands], GRAPH).rows
     assert rows == (0, GRID_HEADER_BYTES + MAP_BYTES * len(map_specs(producer.operands)))
     with pytest.raises(ValueError, match="B0 does not run behind"):
@@ -237,3 +246,23 @@ def test_the_simulator_runs_a_finaliser_in_the_tail_of_its_producer() -> None:
     behind = predict(GRAPH, lower(GRAPH, SPACE.decode({"B1f.host": "B1"}), "sm_90a"), calibration)
     assert set(own.ops) == set(behind.ops)
     assert behind.ops["B1f"].end_us == behind.ops["B1"].end_us > own.ops["B1"].end_us
+
+
+def test_sharers_wait_only_where_what_they_wait_for_must_find_room() -> None:
+    shared = {**ALL, **{f"{name}.sharers": 16 for name in PAIRS}}
+    plan = lower(GRAPH, SPACE.decode(shared), "sm_90a")
+    arrivals = {name: parts_of(plan, name)[1].arrival for name in PAIRS}
+    assert {name: a.sharers for name, a in arrivals.items() if a} == {"B0f": 16, "B1f": 2, "D1f": 16}
+    assert plan.waiting() == 2 * 15 + 1 + 4 * 15
+    assert verify(GRAPH, plan, plan.waiting() + 1).passed
+    assert "91 CTAs may wait" in verify(GRAPH, plan, plan.waiting()).message
+    assert not verify(GRAPH, plan).passed
+
+
+def test_a_cta_that_takes_several_tiles_shares_nothing() -> None:
+    plan = lower(GRAPH, SPACE.decode({**ALL, "B0f.sharers": 16, "B0.grid_cap": 66}), "sm_90a")
+    producer, part = parts_of(plan, "B0f")
+    assert producer.ctas_x < producer.tiles[0]
+    assert part.arrival is not None and part.arrival.sharers == 1
+    message = verify(GRAPH, with_arrival(plan, "B0f", sharers=16), H200.sm_count).message
+    assert "would wait for a tile that it takes later" in message

@@ -56,7 +56,7 @@ def test_every_drawn_config_lowers_to_a_safe_plan(seed: int) -> None:
         plan = lower(GRAPH, config, "sm_90a")
     except IllegalConfig:
         return
-    assert verify(GRAPH, plan).passed
+    assert verify(GRAPH, plan, H200.sm_count).passed
     assert from_json(to_json(config)) == config
     assert run_key(from_json(to_json(config))) == run_key(config)
 

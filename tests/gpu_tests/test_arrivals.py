@@ -22,6 +22,8 @@ VARIANTS: dict[str, dict[str, int | str]] = {
     **{f"{name} behind {host}": {f"{name}.host": host} for name, host in PAIRS.items()},
     "all": ALL,
     "all in shared launches": {**ALL, "C0.host": "B0", "B1.host": "B0", "D1.host": "D0"},
+    "all, shared by 4": {**ALL, **{f"{name}.sharers": 4 for name in PAIRS}},
+    "all, shared by 16": {**ALL, **{f"{name}.sharers": 16 for name in PAIRS}},
     "all, few CTAs": {**ALL, "B0.grid_cap": 66, "B1.grid_cap": 66, "D1.grid_cap": 66},
     "all, late triggers": {**ALL, **{f"{host}.trigger": "stored" for host in PAIRS.values()}},
 }

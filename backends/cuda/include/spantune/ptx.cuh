@@ -54,21 +54,20 @@ SPANTUNE_DEVICE void named_arrive() {
   asm volatile("bar.arrive %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
 }
 
-// Barrier that tells every thread whether any of them passed true.
+// Barrier that tells every thread how many of them passed true.
 template <int kId, int kThreads>
-SPANTUNE_DEVICE bool named_any(bool mine) {
-  uint32_t any;
+SPANTUNE_DEVICE int named_count(bool mine) {
+  int count;
   asm volatile(
       "{\n"
-      ".reg .pred mine, any;\n"
+      ".reg .pred mine;\n"
       "setp.ne.u32 mine, %1, 0;\n"
-      "barrier.cta.red.or.pred any, %2, %3, mine;\n"
-      "selp.u32 %0, 1, 0, any;\n"
+      "barrier.cta.red.popc.u32 %0, %2, %3, mine;\n"
       "}\n"
-      : "=r"(any)
+      : "=r"(count)
       : "r"(static_cast<uint32_t>(mine)), "n"(kId), "n"(kThreads)
       : "memory");
-  return any != 0;
+  return count;
 }
 
 // --- Proxy fences ---

@@ -46,7 +46,8 @@ struct alignas(64) ArrivalArgs {
   int32_t run_n, run_m;
   int32_t own_n_tiles, own_m_tiles;  // of the finaliser
   int32_t groups_n;
-  int32_t unused[2];
+  int32_t sharers;  // CTAs that share a group's tiles, the last to arrive
+  int32_t unused;
   TensorMap maps[1];
 };
 static_assert(sizeof(ArrivalArgs) == sizeof(GridArgs<0>), "blocks of ops without tensor maps are alike");
@@ -150,27 +151,36 @@ class ArrivalShell {
   const int thread_;
 };
 
-// Called by the math group when a tile of the producer has stored; true, in all threads, where it was the last of its
-// group, and then everything that the group stored may be read.
+// Called by the math group when a tile of the producer has stored. Answers, to all threads, which share of the group's
+// tiles this CTA runs: one of 0 to `sharers` - 1 for the last that arrive, when all have arrived; -1 for the others.
 //
 // Order: each thread's stores, the barrier, thread 0's fence, its increment (release, and cumulative over the barrier);
 // the last increment, thread 0's fence, the barrier, each thread's loads (acquire). Increments of one counter form one
-// chain, so the last one follows all. Loads may be plain ld.global: the second fence empties the multiprocessor's L1
-// before any thread of the CTA passes the barrier, and what is filled later comes from L2, where the stores are.
-// The stores are generic; bulk or tensor stores would have to be waited for and fenced to the generic proxy first.
-SPANTUNE_DEVICE bool arrives_last(const ArrivalArgs& args, int group_n, int group_m) {
+// chain, so the last one follows all; it leaves zero, which sharers that came before it wait for. Loads may be plain
+// ld.global: the second fence empties the multiprocessor's L1 before any thread of the CTA passes the barrier, and what
+// is filled later comes from L2, where the stores are. The stores are generic; bulk or tensor stores would have to be
+// waited for and fenced to the generic proxy first.
+SPANTUNE_DEVICE int arrive(const ArrivalArgs& args, int group_n, int group_m) {
   ptx::named_sync<1, kMathThreads>();
-  bool last = false;
+  int share = -1;
   if (threadIdx.x == 0) {
     const int wide = min(args.gathered_n, args.n_tiles - group_n * args.gathered_n);
     const int high = min(args.gathered_m, args.m_tiles - group_m * args.gathered_m);
-    const uint32_t end = static_cast<uint32_t>(wide * high * args.splits) - 1;
+    const int end = wide * high * args.splits - 1;
     uint32_t* counter = reinterpret_cast<uint32_t*>(args.counters) + group_m * args.groups_n + group_n;
     ptx::fence_acq_rel_gpu();
-    last = ptx::increment_relaxed_gpu(counter, end) == end;
-    if (last) ptx::fence_acq_rel_gpu();
+    const int before = static_cast<int>(ptx::increment_relaxed_gpu(counter, static_cast<uint32_t>(end)));
+    share = max(before - (end + 1 - args.sharers), -1);
+    if (share >= 0) {
+      if (before != end)
+        while (ptx::load_relaxed_gpu(counter) != 0) {
+        }
+      ptx::fence_acq_rel_gpu();
+    }
   }
-  return ptx::named_any<1, kMathThreads>(last);
+  // As many threads as the share says, less one: all of warp 0.
+  const bool counts = threadIdx.x < kWarpLanes && static_cast<int>(threadIdx.x) <= __shfl_sync(~0u, share, 0);
+  return ptx::named_count<1, kMathThreads>(counts) - 1;
 }
 
 // First k-block of split i: the first `left` splits hold one more; the same formula as workloads/ops/base.py.
@@ -206,17 +216,15 @@ struct ArrivalPart {
     const ArrivalArgs& args = all.finaliser;
     const int group_n = static_cast<unsigned>(tile.n) / static_cast<unsigned>(args.gathered_n);
     const int group_m = static_cast<unsigned>(tile.m) / static_cast<unsigned>(args.gathered_m);
-    if (!arrives_last(args, group_n, group_m)) return;
-    const int n_end = min((group_n + 1) * args.run_n, args.own_n_tiles);
-    const int m_end = min((group_m + 1) * args.run_m, args.own_m_tiles);
+    const int share = arrive(args, group_n, group_m);
+    if (share < 0) return;
+    const int first_n = group_n * args.run_n, first_m = group_m * args.run_m;
+    const unsigned wide = min(args.run_n, args.own_n_tiles - first_n), high = min(args.run_m, args.own_m_tiles - first_m);
 #pragma unroll 1
-    for (int m = group_m * args.run_m; m < m_end; ++m) {
-#pragma unroll 1
-      for (int n = group_n * args.run_n; n < n_end; ++n) {
-        const ArrivalShell own(args, shell.scratch());
-        Finaliser::math(own, Tile{m, n, 0, 0, 0});
-        own.sync_math();  // the next tile's scratch
-      }
+    for (unsigned i = share; i < wide * high; i += args.sharers) {
+      const ArrivalShell own(args, shell.scratch());
+      Finaliser::math(own, Tile{first_m + static_cast<int>(i / wide), first_n + static_cast<int>(i % wide), 0, 0, 0});
+      own.sync_math();  // the next tile's scratch
     }
   }
 };
