@@ -128,12 +128,20 @@ class CmpSpace:
     def _host(self, name: str, point: Mapping[str, Value]) -> str:
         """A finaliser whose producer leaves it no registers gets a launch of its own."""
         host = str(point.get(f"{name}.host", ""))
-        behind = host in arrival_hosts(self.graph, name)
-        return "" if behind and not self._has_room_behind(host, self._tiling(host, point)) else host
+        if not self._is_behind(name, host):
+            return host
+        others = [op for op in self.graph.ops if op != name and point.get(f"{op}.host") == host]
+        shares = bool(others or point.get(f"{host}.host"))
+        tiling = self._tiling(host, point)
+        return host if self._has_room_behind(host, tiling, shares, tiling.ctas_per_sm) else ""
 
-    def _has_room_behind(self, producer: str, tiling: Tiling) -> bool:
-        kind = KINDS[self.graph.ops[producer].kind]
-        return tiling.ctas_per_sm <= kind.ctas_with_finaliser(tiling)
+    def _is_behind(self, name: str, host: str) -> bool:
+        return host in arrival_hosts(self.graph, name)
+
+    def _has_room_behind(self, producer: str, tiling: Tiling, shares: bool, ctas: int) -> bool:
+        """Whether so many CTAs leave a finaliser registers; code of further ops in the kernel takes some as well."""
+        most = KINDS[self.graph.ops[producer].kind].ctas_with_finaliser(tiling)
+        return ctas <= (min(most, 1) if shares else most)
 
     def _schedule(self, name: str, point: Mapping[str, Value]) -> OpSchedule:
         fallback = OpSchedule()
@@ -187,23 +195,19 @@ class CmpSpace:
             if reason is not None:
                 raise IllegalConfig(reason)
         for host, names in config.launches().items():
-            beside = [host]
-            for name in names[1:]:
-                if name in self.graph.ops and config.ops[name].host in arrival_hosts(self.graph, name):
-                    producer = config.ops[name].host
-                    tiling = config.ops[producer].tiling
-                    if not self._has_room_behind(producer, tiling):
-                        raise IllegalConfig(
-                            f"{name}: {tiling.ctas_per_sm} CTAs of {producer} a multiprocessor leave it no registers"
-                        )
-                    continue
+            behind = [n for n in names if n in self.graph.ops and self._is_behind(n, config.ops[n].host)]
+            beside = [n for n in names if n not in behind]
+            for name in beside[1:]:
                 if name not in self.graph.ops or host not in side_hosts(self.graph, name):
                     raise IllegalConfig(
                         f"{name}: cannot share the launch of {host}, use {_hosts_text(self.graph, name)}"
                     )
-                beside.append(name)
             shared = max(self._shared(name, config.ops[name].tiling) for name in names)
             ctas = min(config.ops[name].tiling.ctas_per_sm for name in beside)
+            for name in behind:
+                producer = config.ops[name].host
+                if not self._has_room_behind(producer, config.ops[producer].tiling, len(beside) > 1, ctas):
+                    raise IllegalConfig(f"{name}: {ctas} CTAs of {producer} a multiprocessor leave it no registers")
             if self.gpu.ctas_by_shared(shared) < ctas:
                 raise IllegalConfig(self._no_room("+".join(names), ctas, shared))
 

@@ -276,8 +276,6 @@ def _with_finalisers(graph: OpGraph, config: CmpConfig, names: tuple[str, ...]) 
 
 def _part(graph: OpGraph, config: CmpConfig, name: str, splits: Splits, arch: str) -> KernelPart:
     """What an op contributes to its launch."""
-    if _arrives(graph, config, name):
-        return _arrival_part(graph, config, name, splits, arch)
     op, schedule = graph.ops[name], config.ops[name]
     kind, tiling = KINDS[op.kind], schedule.tiling
     reason = kind.illegal(op, graph, tiling)
@@ -289,7 +287,7 @@ def _part(graph: OpGraph, config: CmpConfig, name: str, splits: Splits, arch: st
     host = config.host_of(name)
     has_consumer = any(config.host_of(p) == host != config.host_of(c) for p, c in config.programmatic)
     ctas_x = _capped(domain, schedule.grid_cap)
-    return KernelPart(
+    part = KernelPart(
         op=name,
         binary=compile_key(op, tiling, "grid", arch),
         tiles=(domain.n_tiles, domain.splits, domain.m_tiles),
@@ -303,31 +301,20 @@ def _part(graph: OpGraph, config: CmpConfig, name: str, splits: Splits, arch: st
         w_ahead=schedule.w_ahead if kind.loaders else 0,
         prefetch=_prefetch(graph, name, schedule, ctas_x * domain.splits * domain.m_tiles),
     )
+    return _behind(graph, config, part) if _arrives(graph, config, name) else part
 
 
-def _arrival_part(graph: OpGraph, config: CmpConfig, name: str, splits: Splits, arch: str) -> KernelPart:
-    """A finaliser behind its producer: the host's trigger, wait and prefetch are those of the launch."""
-    op, producer = graph.ops[name], config.ops[name].host
-    kind, tiling = KINDS[op.kind], config.ops[name].tiling
-    reason = kind.illegal(op, graph, tiling)
-    if reason is not None:
-        raise IllegalConfig(reason)
-    domain = kind.domain(op, graph, tiling)
-    return KernelPart(
-        op=name,
-        binary=compile_key(op, tiling, "arrival", arch),
-        tiles=(domain.n_tiles, domain.splits, domain.m_tiles),
-        ctas_x=domain.n_tiles,
-        threads=kind.threads,
-        shared_bytes=kind.shared_bytes(op, tiling),
-        operands=kind.operands(op, graph, tiling, splits),
-        k_blocks=domain.k_blocks,
+def _behind(graph: OpGraph, config: CmpConfig, part: KernelPart) -> KernelPart:
+    """A finaliser behind its producer: trigger, wait and prefetch are the producer's."""
+    producer = config.ops[part.op].host
+    tilings = {name: config.ops[name].tiling for name in (producer, part.op)}
+    return replace(
+        part,
+        binary=replace(part.binary, shell="arrival"),
         trigger=POINTS["none"],
         wait=POINTS["none"],
-        w_ahead=0,
-        arrival=derive(
-            graph, producer, name, {n: config.ops[n].tiling for n in (producer, name)}, _sharers(graph, config, name)
-        ),
+        prefetch=None,
+        arrival=derive(graph, producer, part.op, tilings, _sharers(graph, config, part.op)),
     )
 
 

@@ -74,7 +74,9 @@ def test_a_finaliser_behind_its_producer_adds_no_ctas_and_no_edge(name: str) -> 
 
 
 def test_all_finalisers_run_in_shared_launches_too() -> None:
-    chosen = SPACE.decode({**ALL, "C0.host": "B0", "B1.host": "B0", "D1.host": "D0"})
+    shared = {**ALL, "C0.host": "B0", "B1.host": "B0", "D1.host": "D0"}
+    assert SPACE.decode(shared).ops["B1f"].host == ""  # two CTAs of several ops leave it no registers
+    chosen = SPACE.decode({**shared, **{f"{host}.ctas_per_sm": 1 for host in PAIRS.values()}})
     SPACE.check(chosen)
     plan = lower(GRAPH, chosen, "sm_90a")
     assert [node.op for node in plan.nodes] == ["A0", "B0+B0f+B1+B1f+C0", "D0+D1+D1f", "D2", "E1"]

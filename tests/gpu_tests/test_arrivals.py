@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,20 +13,28 @@ from backends.cuda import binding
 from backends.sessions import open_session
 from search_spaces.cmp import default
 from search_spaces.config import CmpConfig
-from tuner.seeds import encode
+from workloads.ops import KINDS
 
 pytestmark = pytest.mark.gpu
 
 PAIRS = {"B0f": "B0", "B1f": "B1", "D1f": "D1"}
-ALL = {f"{name}.host": host for name, host in PAIRS.items()}
-VARIANTS: dict[str, dict[str, int | str]] = {
-    **{f"{name} behind {host}": {f"{name}.host": host} for name, host in PAIRS.items()},
+Changes = dict[str, dict[str, Any]]  # fields of ops' schedules, by op
+
+
+def behind(*names: str, **fields: Any) -> Changes:
+    """Finalisers behind their producers."""
+    return {name: {"host": PAIRS[name], **fields} for name in names}
+
+
+ALL = behind(*PAIRS)
+VARIANTS: dict[str, Changes] = {
+    **{f"{name} behind {host}": behind(name) for name, host in PAIRS.items()},
     "all": ALL,
-    "all in shared launches": {**ALL, "C0.host": "B0", "B1.host": "B0", "D1.host": "D0"},
-    "all, shared by 4": {**ALL, **{f"{name}.sharers": 4 for name in PAIRS}},
-    "all, shared by 16": {**ALL, **{f"{name}.sharers": 16 for name in PAIRS}},
-    "all, few CTAs": {**ALL, "B0.grid_cap": 66, "B1.grid_cap": 66, "D1.grid_cap": 66},
-    "all, late triggers": {**ALL, **{f"{host}.trigger": "stored" for host in PAIRS.values()}},
+    "all in shared launches": {**ALL, "C0": {"host": "B0"}, "B1": {"host": "B0"}, "D1": {"host": "D0"}},
+    "all, shared by 4": behind(*PAIRS, sharers=4),
+    "all, shared by 16": behind(*PAIRS, sharers=16),
+    "all, few CTAs": {**ALL, **{host: {"grid_cap": 66} for host in PAIRS.values()}},
+    "all, late triggers": {**ALL, **{host: {"trigger": "stored"} for host in PAIRS.values()}},
 }
 REPLAYS = 200
 
@@ -37,12 +46,16 @@ def session() -> Iterator[Any]:
     opened.close()
 
 
-def config(session: Any, changes: dict[str, int | str]) -> CmpConfig:
-    found: CmpConfig = session.space.decode({**encode(session.space, default(session.space)), **changes})
-    for key, value in changes.items():
-        if key.endswith(".host"):
-            assert found.ops[key.removesuffix(".host")].host == value
-    return found
+def config(session: Any, changes: Changes) -> CmpConfig:
+    """The default config with some schedules changed, and room for finalisers behind their producers."""
+    base = default(session.space)
+    ops = {name: replace(schedule, **changes.get(name, {})) for name, schedule in base.ops.items()}
+    shares = any(ops[host].host for host in PAIRS.values())
+    for host in PAIRS.values():
+        tiling = ops[host].tiling
+        room = 1 if shares else KINDS[session.graph.ops[host].kind].ctas_with_finaliser(tiling)
+        ops[host] = replace(ops[host], tiling=replace(tiling, ctas_per_sm=min(tiling.ctas_per_sm, room)))
+    return replace(base, ops=ops)
 
 
 def counters(session: Any) -> Any:
@@ -79,9 +92,8 @@ def test_delayed_triggers_change_no_bit(session: Any) -> None:
     assert session.verify(own).passed
     own.close()
     for point in ("entry", "set_up", "weights_issued", "inputs_read", "stored"):
-        triggers = {f"{name}.trigger": point for name in session.graph.ops}
-        triggers = {key: value for key, value in triggers.items() if key in {d.name for d in session.space.dimensions}}
-        late = session.prepare(config(session, {**triggers, **ALL}), delay_us=100)
+        changes = {name: {"trigger": point, **ALL.get(name, {})} for name in session.graph.ops}
+        late = session.prepare(config(session, changes), delay_us=100)
         verdict = session.verify(late)
         late.close()
         assert verdict.passed and verdict.stage == "bits", (point, verdict.message)
