@@ -69,7 +69,8 @@ class Session(Protocol):
         """Lowers, proves, builds and loads a config.
 
         Raises:
-            IllegalConfig: the graph or the GPU cannot run it; the text is the reason.
+            IllegalConfig: the graph or the GPU cannot run it, or the spec asks for streams and they cannot express it;
+                the text is the reason.
             UnsafePlan: the plan verifier found a witness.
             BuildFailed: a binary does not compile.
         """
@@ -78,8 +79,12 @@ class Session(Protocol):
         """Checks outputs against the reference once per numerics key, and bitwise against it for every plan."""
 
     def probe(self, verified: Executable, plan: LaunchPlan) -> Executable:
-        """An executable of a plan derived from a verified one by leaving out kernels or edges. For timing only: what it
+        """An executable of a plan that leaves out kernels, edges or waits of a verified one. For timing only: what it
         writes means nothing, and `verify` refuses it."""
+
+    def steady(self, verified: Executable, layers: int) -> Executable:
+        """A verified plan for several layers in a row, each on weights of its own, programmatic edges between them. Its
+        span is that of all layers."""
 
     def streams(self, size: int) -> Sequence[Executable]:
         """Executables that only stream `size` bytes, cold, in the bracket of plans; the fastest one is the floor."""
@@ -111,6 +116,7 @@ class SessionSpec:
         ops: names of the sub-graph's ops, or None for the whole graph.
         l2: `cold` or `warm`.
         seed: of inputs and of replay order.
+        construction: of CUDA graphs from launch plans: `direct` or `streams`.
     """
 
     workload: str
@@ -119,3 +125,4 @@ class SessionSpec:
     ops: tuple[str, ...] | None = None
     l2: str = "cold"
     seed: int = 0
+    construction: str = "direct"

@@ -12,6 +12,7 @@ from typing import Any
 
 from results.best import BestEntry, GpuIdentity
 from results.record import Outcome
+from results.table import aligned
 
 SCHEMA = 1
 
@@ -160,12 +161,7 @@ def _lines(group: Group) -> list[str]:
     title = f"{group.workload} {group.shape_key} on {group.device}, {group.gpu}, L2 {group.l2}"
     if group.simulated:
         title += ", simulated: spans are predicted"
-    rows = [_HEADINGS, *(_cells(way) for way in group.ways)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
-    lines = [title]
-    for row in rows:
-        numbers = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
-        lines.append("  ".join(["", row[0].ljust(widths[0]), *numbers]).rstrip())
+    lines = [title, *aligned([_HEADINGS, *(_cells(way) for way in group.ways)])]
     return lines + [f"  {remark}" for remark in _remarks(group)]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from backends.errors import DeviceError
 from backends.simulator import calibration
+from results.table import aligned
 from workloads.decode_step import DIMENSIONS, MODELS, DecodeStep, ModelDims, MovingKernel, get_model
 from workloads.errors import WorkloadError
 
@@ -204,15 +205,11 @@ def _graph_time(data_us: float, num_kernels: int, gap: Gap) -> GraphTime:
 def render(table: Estimate) -> str:
     """The table as text for a terminal, without a final newline."""
     rows = [_headings(table.machine), *(_cells(row) for row in table.steps)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         f"One decode step, estimated from {table.machine.name}, {table.machine.cpu_launch_us:g} us per CPU launch",
         "Under a CUDA graph with gaps of g between kernels; in brackets the gaps' share",
     ]
-    for row in rows:
-        numbers = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
-        lines.append("  ".join(["", row[0].ljust(widths[0]), *numbers]))
-    return "\n".join(lines + [f"  {_remark(row)}" for row in table.steps])
+    return "\n".join(lines + aligned(rows) + [f"  {_remark(row)}" for row in table.steps])
 
 
 def _headings(where: Machine) -> tuple[str, ...]:

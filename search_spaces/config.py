@@ -97,6 +97,26 @@ class CmpConfig:
             groups.setdefault(self.host_of(name), []).append(name)
         return {host: (host, *(n for n in names if n != host)) for host, names in groups.items()}
 
+    def restricted(self, ops: Iterable[str]) -> CmpConfig:
+        """The schedule of some ops alone. What it says of others (a host, a prefetch, an edge) is dropped."""
+        kept = set(ops)
+        pairs = [(name, label) for name, label in zip(self.order, self.streams, strict=True) if name in kept]
+        return CmpConfig(
+            ops={name: _alone(s, kept) for name, s in self.ops.items() if name in kept},
+            order=tuple(name for name, _ in pairs),
+            streams=relabel(tuple(label for _, label in pairs)),
+            programmatic=frozenset(e for e in self.programmatic if kept.issuperset(e)),
+            launch_completion=frozenset(e for e in self.launch_completion if kept.issuperset(e)),
+        )
+
+
+def _alone(schedule: OpSchedule, kept: set[str]) -> OpSchedule:
+    if schedule.host and schedule.host not in kept:
+        schedule = replace(schedule, host="")
+    if schedule.prefetch_of and schedule.prefetch_of not in kept:
+        schedule = replace(schedule, prefetch_of="", prefetch_kib=0)
+    return schedule
+
 
 @dataclass(frozen=True)
 class MegakernelConfig:

@@ -1,4 +1,4 @@
-"""The command line: `spantune tune | space | show | best | compare | estimate | lint`.
+"""The command line: `spantune tune | ablate | edge | kernels | space | show | best | compare | estimate | lint`.
 
 Exit codes: 0 done; 1 it failed; 2 bad input; 3 nothing beats the default config significantly; 130 Ctrl-C.
 """
@@ -16,11 +16,22 @@ from pathlib import Path
 from typing import NoReturn
 
 from backends.base import SessionSpec
+from backends.plan.streams import CONSTRUCTIONS
 from results import best, compare, estimate, paths
 from results.best import BestKeptWarning
 from results.record import Outcome
 from search_spaces.cmp import Choice, CmpSpace
 from search_spaces.config import from_json
+from tuner.ablation import ROUNDS
+from tuner.ablation_command import (
+    ablate_config,
+    render_ablation,
+    render_edge,
+    render_kernels,
+    study_one_edge,
+    tune_kernels,
+)
+from tuner.config_file import read_config
 from tuner.confirm import Finalist
 from tuner.describe import describe_config
 from tuner.devices import default_device, device_label, gpu_record
@@ -77,6 +88,9 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument("--storage", metavar="WHERE", help="journal:PATH, sqlite:///PATH or postgresql://USER@HOST/NAME")
     tune.add_argument("--seed", type=int, default=0, help="of the sampler and of the inputs")
     tune.add_argument("--sampler", default="tpe", help=" or ".join(SAMPLERS))
+    tune.add_argument(
+        "--start", type=Path, action="append", default=[], metavar="FILE", help="a config or best file to start from"
+    )
     tune.add_argument("--backend", default="cmp", help=" or ".join(BACKENDS))
     _add_results(tune)
     tune.set_defaults(run=_tune)
@@ -98,7 +112,24 @@ def _parser() -> argparse.ArgumentParser:
     lint = commands.add_parser("lint", help="prove from machine code that a config's kernels wait before they read")
     _add_workload(lint)
     lint.add_argument("--config", type=Path, metavar="FILE", help="a config or a best file (default: untuned)")
+    lint.add_argument(
+        "--construction", choices=CONSTRUCTIONS, default="direct", help="streams: also say which edges they add"
+    )
     lint.set_defaults(run=_lint)
+    parts = commands.add_parser(
+        "ablate", help="where a config's time goes: branches, hand-offs, each stage, each chain"
+    )
+    _add_measured(parts)
+    parts.set_defaults(run=_ablate)
+    kernels = commands.add_parser("kernels", help="tune kernel by kernel, each alone: the baseline that a search beats")
+    _add_workload(kernels)
+    kernels.add_argument("--out", type=Path, metavar="FILE", help="writes the config, a start for tune")
+    kernels.add_argument("--json", action="store_true", help="print every number as JSON")
+    kernels.set_defaults(run=_kernels)
+    edge = commands.add_parser("edge", help="what an early launch is worth on one edge, by where the consumer waits")
+    _add_measured(edge)
+    edge.add_argument("--edge", required=True, metavar="'A0>B0'", help="producer and consumer")
+    edge.set_defaults(run=_edge)
     _add_estimate(commands.add_parser("estimate", help="how much of a model's decode step is gaps between kernels"))
     return parser
 
@@ -110,6 +141,13 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", metavar="A0,B0", help="only these ops of the graph")
     parser.add_argument("--device", help="cuda:N or sim:NAME (default: the first GPU, else sim:b300)")
     parser.add_argument("--l2", choices=("cold", "warm"), default="cold", help="whether weights start in L2")
+
+
+def _add_measured(parser: argparse.ArgumentParser) -> None:
+    _add_workload(parser)
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a config or a best file (default: untuned)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"paired rounds of every row (default {ROUNDS})")
+    parser.add_argument("--json", action="store_true", help="print every number as JSON")
 
 
 def _add_results(parser: argparse.ArgumentParser) -> None:
@@ -140,6 +178,7 @@ def _spec(arguments: argparse.Namespace) -> SessionSpec:
         ops=ops,
         l2=arguments.l2,
         seed=getattr(arguments, "seed", 0),
+        construction=getattr(arguments, "construction", "direct"),
     )
 
 
@@ -151,8 +190,9 @@ def _tune(arguments: argparse.Namespace) -> int:
     options = Options(
         arguments.trials, arguments.timeout, arguments.storage, arguments.sampler, arguments.seed, arguments.backend
     )
-    graph_of(spec)
+    graph = graph_of(spec)
     options.check()
+    starts = [read_config(path, spec, graph, any_shape=True) for path in arguments.start]
     place = paths.write_place(arguments.results)
     stored = best.best_path(place.folder, device_label(spec), spec.workload)
     if stored.exists():
@@ -167,6 +207,7 @@ def _tune(arguments: argparse.Namespace) -> int:
             sampler=options.sampler,
             seed=options.seed,
             backend=options.backend,
+            starts=starts,
             on_progress=printer,
         )
     except KeyboardInterrupt:
@@ -268,8 +309,29 @@ def _estimate(arguments: argparse.Namespace) -> int:
     return OK
 
 
+def _ablate(arguments: argparse.Namespace) -> int:
+    found = ablate_config(_spec(arguments), arguments.config, rounds=arguments.rounds)
+    print(json.dumps(found.to_json(), indent=1) if arguments.json else render_ablation(found))
+    return OK
+
+
+def _kernels(arguments: argparse.Namespace) -> int:
+    spec = _spec(arguments)
+    found = tune_kernels(spec, arguments.out)
+    print(json.dumps(found.to_json(), indent=1) if arguments.json else render_kernels(graph_of(spec), found))
+    return OK
+
+
+def _edge(arguments: argparse.Namespace) -> int:
+    found = study_one_edge(_spec(arguments), arguments.edge, arguments.config, rounds=arguments.rounds)
+    print(json.dumps(found.to_json(), indent=1) if arguments.json else render_edge(found))
+    return OK
+
+
 def _lint(arguments: argparse.Namespace) -> int:
-    kernels = lint_config(_spec(arguments), arguments.config)
+    added, kernels = lint_config(_spec(arguments), arguments.config)
+    for edge in added:
+        print(f"stream order adds the {edge.kind.value} edge {edge.producer} -> {edge.consumer}")
     for kernel in kernels:
         print("\n".join(kernel.lines()))
     return FAILED if any(kernel.report.findings for kernel in kernels) else OK

@@ -6,6 +6,7 @@ from search_spaces.cmp import arrival_hosts
 from search_spaces.config import CmpConfig, Config, OpSchedule, tiling_of
 from workloads.graph import OpGraph
 from workloads.ops import KINDS
+from workloads.ops.base import Tiling
 
 MOST_LINES = 16
 MOST_EDGES = 32
@@ -31,7 +32,7 @@ def _op(config: Config, graph: OpGraph, place: int) -> str:
     name = config.order[place]
     op, tiling, schedule = graph.ops[name], tiling_of(config, name), config.ops[name]
     kind = KINDS[op.kind]
-    words = [f"{field} {getattr(tiling, field)}" for field in kind.tunables(op, graph)] if kind.tiled else []
+    words = tiling_words(graph, name, tiling)
     if isinstance(config, CmpConfig) and isinstance(schedule, OpSchedule):
         words += [f"stream {config.streams[place]}", f"trigger {schedule.trigger}", f"wait {schedule.wait}"]
         if kind.loaders:
@@ -45,6 +46,13 @@ def _op(config: Config, graph: OpGraph, place: int) -> str:
         if schedule.prefetch_of:
             words.append(f"prefetches {schedule.prefetch_kib} KiB for {schedule.prefetch_of} at {schedule.prefetch_at}")
     return ", ".join(words)
+
+
+def tiling_words(graph: OpGraph, name: str, tiling: Tiling) -> list[str]:
+    """What an op can be tuned by, and how it is tuned."""
+    op = graph.ops[name]
+    kind = KINDS[op.kind]
+    return [f"{field} {getattr(tiling, field)}" for field in kind.tunables(op, graph)] if kind.tiled else []
 
 
 def _edges(pairs: frozenset[tuple[str, str]]) -> str:

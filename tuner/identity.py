@@ -35,7 +35,10 @@ def provenance_of(spec: SessionSpec, described: dict[str, Any]) -> Provenance:
 
 def study_name(spec: SessionSpec, space: CmpSpace, provenance: Provenance, backend: str, sampler: str) -> str:
     """workload/shape/device/backend/space-hash/source-hash: another space or other sources make another study."""
-    space_hash = hashlib.sha256(f"{space.digest_text()} {spec.l2}".encode()).hexdigest()[:8]
+    what = f"{space.digest_text()} {spec.l2}"
+    if spec.construction != "direct":
+        what += f" {spec.construction}"  # other plans under the same configs
+    space_hash = hashlib.sha256(what.encode()).hexdigest()[:8]
     source_hash = provenance.source_hash[:8] or "none"
     parts = [spec.workload, shape_key(spec), device_slug(provenance.device), backend, space_hash, source_hash]
     return "/".join(parts if sampler == "tpe" else [*parts, sampler])

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
 from search_spaces.cmp import Choice, CmpSpace, Value, default_tiling
+from search_spaces.config import CmpConfig
+from search_spaces.errors import IllegalConfig
+from tuner.errors import OptionError
+from tuner.seeds import encode
+from workloads.ops import KINDS
 from workloads.ops.base import Tiling
 
 TILING_FIELDS = tuple(Tiling.__dataclass_fields__)
@@ -48,6 +54,28 @@ class Repair:
         distances = [sum(a != b for a, b in zip(legal, values, strict=True)) for legal in op.ordered]
         least = min(distances)
         return self._rng.choice([v for v, d in zip(op.ordered, distances, strict=True) if d == least])
+
+
+def nearest(space: CmpSpace, config: CmpConfig) -> CmpConfig:
+    """A config of another space of the same ops, in this one: itself if it is legal here, else a near legal config.
+
+    Raises:
+        OptionError: it schedules other ops.
+    """
+    if set(config.ops) != set(space.graph.ops):
+        known = ", ".join(space.graph.ops)
+        raise OptionError(f"a start schedules {', '.join(sorted(config.ops))}, but {space.graph.name} has {known}")
+    if all(_offered(space, name, schedule.tiling) for name, schedule in config.ops.items()):
+        with contextlib.suppress(IllegalConfig):
+            space.check(config)
+            return config
+    return space.decode(Repair(space, seed=0)(encode(space, config)))
+
+
+def _offered(space: CmpSpace, name: str, tiling: Tiling) -> bool:
+    """Whether a tiling is made of values that the space offers for an op."""
+    op = space.graph.ops[name]
+    return all(getattr(tiling, field) in values for field, values in KINDS[op.kind].tunables(op, space.graph).items())
 
 
 def _tilings_of(space: CmpSpace, name: str) -> _OpTilings:

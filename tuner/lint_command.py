@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,15 +10,13 @@ from backends.cuda import jit
 from backends.cuda.lint import Report, lint, slots_of
 from backends.cuda.sass import require_disassembler
 from backends.cuda.sources import grid_source
-from backends.plan.launches import lower
-from results import best
+from backends.plan.launches import PlanEdge, lower
+from backends.plan.streams import constructed
 from search_spaces.cmp import CmpSpace, default
-from search_spaces.config import CmpConfig, from_json
+from tuner.config_file import read_config
 from tuner.devices import gpu_record
-from tuner.errors import OptionError
-from tuner.identity import shape_key
 from tuner.options import graph_of
-from workloads.graph import OpGraph
+from workloads.ops import KINDS
 
 
 @dataclass(frozen=True)
@@ -41,8 +38,11 @@ class LintedKernel:
         return [f"{self.op} {self.arch} {self.report}", *(f"  {finding}" for finding in self.report.findings)]
 
 
-def lint_config(spec: SessionSpec, config: Path | None = None) -> list[LintedKernel]:
+def lint_config(spec: SessionSpec, config: Path | None = None) -> tuple[tuple[PlanEdge, ...], list[LintedKernel]]:
     """Lints the kernels of a config, in launch order. Builds them where the cache lacks them; runs nothing.
+
+    Returns:
+        The edges that the spec's construction adds to the plan, and the kernels.
 
     Args:
         spec: the workload, its shape and the device whose target is built for.
@@ -50,41 +50,23 @@ def lint_config(spec: SessionSpec, config: Path | None = None) -> list[LintedKer
 
     Raises:
         OptionError: the file holds no config for this.
-        InputError: nvdisasm or the compiler is missing, or the config does not fit the device.
+        InputError: nvdisasm or the compiler is missing, or the config does not fit the device or the construction.
         BuildFailed: a kernel does not compile.
     """
     graph, gpu = graph_of(spec), gpu_record(spec)
     require_disassembler()
     space = CmpSpace(graph, gpu)
-    chosen = default(space) if config is None else _read(config, spec, graph)
+    chosen = default(space) if config is None else read_config(config, spec, graph)
     space.check(chosen)
-    plan = lower(graph, chosen, gpu.arch)
+    planned = lower(graph, chosen, gpu.arch)
+    plan = constructed(planned, spec.construction)
     jit.build_all((grid_source(node.binary), gpu.arch) for node in plan.nodes)
     found: dict[tuple[object, object], Report] = {}
     kernels = []
     for node in plan.nodes:
-        slots = slots_of([part.operands for part in node.parts], graph)
+        slots = slots_of([(KINDS[graph.ops[part.op].kind], part.operands) for part in node.parts], graph)
         key = (node.binary, slots)
         if key not in found:
             found[key] = lint(jit.build(grid_source(node.binary), gpu.arch).path, slots)
         kernels.append(LintedKernel(node.op, gpu.arch, found[key]))
-    return kernels
-
-
-def _read(path: Path, spec: SessionSpec, graph: OpGraph) -> CmpConfig:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise OptionError(f"config {path} cannot be read: {error}") from error
-    if not isinstance(document, dict):
-        raise OptionError(f"config {path} is neither a config nor a best file")
-    if "entries" in document:
-        wanted = (shape_key(spec), graph.digest(), spec.l2)
-        entries = [e for e in best.load(path) if (e.shape_key, e.graph_digest, e.l2) == wanted]
-        if not entries:
-            raise OptionError(f"config {path} holds no entry for {spec.workload} {shape_key(spec)}, L2 {spec.l2}")
-        document = dict(entries[0].config)
-    config = from_json(document)
-    if not isinstance(config, CmpConfig):
-        raise OptionError(f"config {path} is of backend {config.backend}: only grid kernels of cmp have waits to prove")
-    return config
+    return tuple(edge for edge in plan.edges if edge not in planned.edges), kernels

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from tuner.executors.base import Executor, Job, JobKind, JobResult
 from tuner.executors.inline import InlineExecutor
 from tuner.identity import provenance_of, shape_key, study_name
 from tuner.interrupt import StopFlag
+from tuner.legal import nearest
 from tuner.options import Options, graph_of
 from tuner.progress import Progress
 from tuner.sampling import make_sampler
@@ -107,6 +108,7 @@ def run_study(
     sampler: str = "tpe",
     seed: int = 0,
     backend: str = "cmp",
+    starts: Sequence[CmpConfig] = (),
     executor: Executor | None = None,
     on_progress: OnProgress | None = None,
 ) -> StudyResult:
@@ -123,6 +125,8 @@ def run_study(
         sampler: `tpe` or `random`.
         seed: of the sampler.
         backend: of the configs.
+        starts: configs to try right after the heuristic seeds, such as winners of another shape: where this space
+            cannot express one, its nearest legal neighbour.
         executor: runs the jobs and stays the caller's to close; None measures in a child process of its own.
         on_progress: called often, with a value that is cheap to drop.
 
@@ -138,10 +142,10 @@ def run_study(
     if on_progress is not None:
         on_progress(Progress("opening", 0, trials))
     if executor is not None:
-        return _Study(spec, graph, options, executor, on_progress).run()
+        return _Study(spec, graph, options, starts, executor, on_progress).run()
     owned = InlineExecutor(spec)
     try:
-        return _Study(spec, graph, options, owned, on_progress).run()
+        return _Study(spec, graph, options, starts, owned, on_progress).run()
     finally:
         owned.close()
 
@@ -150,7 +154,13 @@ class _Study:
     """One run of a study on an executor."""
 
     def __init__(
-        self, spec: SessionSpec, graph: OpGraph, options: Options, executor: Executor, on_progress: OnProgress | None
+        self,
+        spec: SessionSpec,
+        graph: OpGraph,
+        options: Options,
+        starts: Sequence[CmpConfig],
+        executor: Executor,
+        on_progress: OnProgress | None,
     ) -> None:
         self._spec = spec
         self._graph = graph
@@ -163,6 +173,7 @@ class _Study:
         self._space = CmpSpace(graph, GpuRecord(**described["gpu"]))
         self._reference = default(self._space)
         self._seeds = seeds(self._space)
+        self._starts = [nearest(self._space, config) for config in starts]
         self._name = study_name(spec, self._space, self._provenance, options.backend, options.sampler)
         self._location = parse_location(options.storage, self._name)
         self._store = TrialStore(self._location, self._name)
@@ -197,6 +208,7 @@ class _Study:
         )
         search.resume(finished)
         search.enqueue(s.config for s in self._seeds)
+        search.enqueue(self._starts)
         search.enqueue(self._inherited())
         return search
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from workloads.attention_pre.graph import STAGES as attention_pre_stages
 from workloads.attention_pre.graph import build_graph as attention_pre_graph
 from workloads.attention_pre.shapes import AttentionPreShape
 from workloads.errors import WorkloadError
@@ -34,12 +35,15 @@ class Workload:
         shape_type: dataclass of the shape parameters.
         build: graph of a shape.
         package: where `inputs` and `reference` live.
+        stages: ops that are added together when the graph is grown step by step; empty for one op each, finalisers with
+            their producers.
     """
 
     name: str
     shape_type: Callable[..., Any]
     build: Callable[[Any], OpGraph]
     package: str
+    stages: tuple[tuple[str, ...], ...] = ()
 
     def shape(self, params: Mapping[str, int | str]) -> Shape:
         """A validated shape.
@@ -69,7 +73,9 @@ class Workload:
 WORKLOADS = {
     w.name: w
     for w in (
-        Workload("attention_pre", AttentionPreShape, attention_pre_graph, "workloads.attention_pre"),
+        Workload(
+            "attention_pre", AttentionPreShape, attention_pre_graph, "workloads.attention_pre", attention_pre_stages
+        ),
         Workload("pdl_chain", PdlChainShape, pdl_chain_graph, "workloads.pdl_chain"),
     )
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,8 @@ from backends.cuda import driver
 from backends.cuda.kernels import Kernels
 from backends.errors import GraphMismatch
 from backends.plan.encode import arrival_args, grid_args, map_specs
-from backends.plan.launches import EdgeKind, KernelNode, LaunchPlan
+from backends.plan.launches import KernelNode, LaunchPlan, PlanEdge
+from backends.plan.outline import END, REFRESH, START, outline
 
 
 class MapCache:
@@ -49,15 +50,25 @@ def build_graph(
     *,
     bracket: Bracket | None = None,
     delay_us: int = 0,
+    later: Sequence[Mapping[str, int]] = (),
 ) -> driver.Graph:
     """Builds, checks and instantiates the graph of a plan; with a bracket and no plan, the empty bracket.
+
+    `addresses` are those of a plan's first layer; `later` those of the layers after it.
 
     Raises:
         GraphMismatch: the driver holds other edges than the plan.
     """
     graph = driver.Graph()
     try:
-        _fill(graph, plan, kernels, addresses, maps, bracket, delay_us)
+        made = outline(plan, bracket is not None)
+        nodes = {
+            name: _add(graph, launch)
+            for name, launch in kernel_launches(plan, kernels, (addresses, *later), maps, bracket, delay_us).items()
+        }
+        for edge in made.edges:
+            graph.add_edge(nodes[edge.producer], nodes[edge.consumer], edge.kind.value)
+        check_edges(tuple(nodes), made.edges, graph.edges())
         graph.instantiate(stream)
     except BaseException:
         graph.close()
@@ -65,75 +76,91 @@ def build_graph(
     return graph
 
 
-def _fill(
-    graph: driver.Graph,
-    plan: LaunchPlan | None,
-    kernels: Kernels,
-    addresses: Mapping[str, int],
-    maps: MapCache,
-    bracket: Bracket | None,
-    delay_us: int,
-) -> None:
-    """Adds nodes and edges, then reads the edges back."""
-    wanted: set[tuple[int, int, str]] = set()
-    nodes: list[Any] = []
-
-    def edge(producer: int, consumer: int, kind: EdgeKind = EdgeKind.ORDINARY) -> None:
-        graph.add_edge(nodes[producer], nodes[consumer], kind.value)
-        wanted.add((producer, consumer, kind.value))
-
-    place: dict[str, int] = {}
-    first = None
-    if bracket is not None:
-        nodes.append(_refresh(graph, kernels, bracket))
-        nodes.append(_stamp(graph, kernels, bracket.stamps))
-        edge(0, 1)
-        first = 1
-    for node in plan.nodes if plan else ():
-        arguments = _arguments(node, addresses, maps, delay_us)
-        place[node.op] = len(nodes)
-        nodes.append(
-            graph.add_kernel(kernels.grid(node), node.grid, node.threads, node.shared_bytes, arguments, node.priority)
-        )
-    for planned in plan.edges if plan else ():
-        edge(place[planned.producer], place[planned.consumer], planned.kind)
-    if bracket is not None and first is not None:
-        nodes.append(_stamp(graph, kernels, bracket.stamps + 8))
-        end = len(nodes) - 1
-        for root in plan.roots() if plan else ():
-            edge(first, place[root])
-        for sink in plan.sinks() if plan else ():
-            edge(place[sink], end)
-        if plan is None:
-            edge(first, end)
-    found = graph.edges()
-    if found != wanted:
-        raise GraphMismatch(f"the graph holds {len(found)} edges, {len(found ^ wanted)} of them unlike the plan's")
-
-
 @dataclass(frozen=True)
 class KernelLaunch:
     """One kernel with its arguments, outside of any plan."""
 
     kernel: Any
-    grid: int
+    grid: tuple[int, int, int]
     threads: int
     shared_bytes: int
     arguments: list[Any]
+    priority: int = 0
+
+
+def kernel_launches(
+    plan: LaunchPlan | None,
+    kernels: Kernels,
+    layers: Sequence[Mapping[str, int]],
+    maps: MapCache,
+    bracket: Bracket | None,
+    delay_us: int,
+) -> dict[str, KernelLaunch]:
+    """What each node of `backends.plan.outline.outline` launches, in its order; loads kernels and encodes maps."""
+    found: dict[str, KernelLaunch] = {}
+    if bracket is not None:
+        found = {REFRESH: _refresh(kernels, bracket), START: _stamp(kernels, bracket.stamps)}
+    for node in plan.nodes if plan else ():
+        arguments = _arguments(node, layers[node.layer], maps, delay_us)
+        found[node.op] = KernelLaunch(
+            kernels.grid(node), node.grid, node.threads, node.shared_bytes, arguments, node.priority
+        )
+    if bracket is not None:
+        found[END] = _stamp(kernels, bracket.stamps + 8)
+    return found
+
+
+def check_edges(names: Sequence[str], wanted: Iterable[PlanEdge], held: set[tuple[int, int, str]]) -> None:
+    """Compares the edges that a graph was built for with those that the driver holds.
+
+    Args:
+        names: of the nodes, by their number in `held`.
+        wanted: edges by name.
+        held: edges as `driver.Graph.edges` reads them.
+
+    Raises:
+        GraphMismatch: they differ; the text says how often, and the first difference.
+    """
+    expected = {(edge.producer, edge.consumer, edge.kind.value) for edge in wanted}
+    found = {(names[producer], names[consumer], kind) for producer, consumer, kind in held}
+    place = {name: i for i, name in enumerate(names)}
+    unlike = sorted(expected ^ found, key=lambda edge: (place[edge[0]], place[edge[1]], edge not in expected))
+    if unlike:
+        producer, consumer, kind = unlike[0]
+        state = "is missing" if unlike[0] in expected else "is not the plan's"
+        raise GraphMismatch(
+            f"the graph holds {len(found)} edges, {len(unlike)} of them unlike the plan's; "
+            f"first, the {kind} edge {producer} -> {consumer} {state}"
+        )
 
 
 def bracketed_kernel(kernels: Kernels, launch: KernelLaunch, bracket: Bracket) -> driver.Graph:
     """A graph, not yet instantiated, of one kernel between the bracket's stamps."""
+    return _bracketed(kernels, lambda graph: _add(graph, launch), bracket)
+
+
+def bracketed_graph(kernels: Kernels, raw: int, bracket: Bracket) -> driver.Graph:
+    """A graph, not yet instantiated, of somebody else's captured graph between the bracket's stamps."""
+    return _bracketed(kernels, lambda graph: graph.add_child(raw), bracket)
+
+
+def _bracketed(kernels: Kernels, add: Callable[[driver.Graph], Any], bracket: Bracket) -> driver.Graph:
     graph = driver.Graph()
     chain = [
-        _refresh(graph, kernels, bracket),
-        _stamp(graph, kernels, bracket.stamps),
-        graph.add_kernel(launch.kernel, (launch.grid, 1, 1), launch.threads, launch.shared_bytes, launch.arguments),
-        _stamp(graph, kernels, bracket.stamps + 8),
+        _add(graph, _refresh(kernels, bracket)),
+        _add(graph, _stamp(kernels, bracket.stamps)),
+        add(graph),
+        _add(graph, _stamp(kernels, bracket.stamps + 8)),
     ]
     for producer, consumer in zip(chain, chain[1:], strict=False):
         graph.add_edge(producer, consumer)
     return graph
+
+
+def _add(graph: driver.Graph, launch: KernelLaunch) -> Any:
+    return graph.add_kernel(
+        launch.kernel, launch.grid, launch.threads, launch.shared_bytes, launch.arguments, launch.priority
+    )
 
 
 def _arguments(
@@ -153,12 +180,12 @@ def _arguments(
     return [ctypes.create_string_buffer(body, len(body))]
 
 
-def _stamp(graph: driver.Graph, kernels: Kernels, address: int) -> Any:
-    return graph.add_kernel(kernels.system("stamp"), (1, 1, 1), 1, 0, [ctypes.c_void_p(address)])
+def _stamp(kernels: Kernels, address: int) -> KernelLaunch:
+    return KernelLaunch(kernels.system("stamp"), (1, 1, 1), 1, 0, [ctypes.c_void_p(address)])
 
 
-def _refresh(graph: driver.Graph, kernels: Kernels, bracket: Bracket) -> Any:
+def _refresh(kernels: Kernels, bracket: Bracket) -> KernelLaunch:
     arguments: list[Any] = []
     for source, target, pieces in (*bracket.refresh, (0, 0, 0), (0, 0, 0))[:2]:
         arguments += [ctypes.c_void_p(source), ctypes.c_void_p(target), ctypes.c_int(pieces)]
-    return graph.add_kernel(kernels.system("refresh"), (32, 1, 1), 256, 0, arguments)
+    return KernelLaunch(kernels.system("refresh"), (32, 1, 1), 256, 0, arguments)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from backends.errors import CudaFailed, DeviceError
+from backends.errors import CudaFailed, DeviceError, GraphMismatch
 from search_spaces.gpu import GpuRecord
 from workloads.ops.base import TensorMapSpec
 
@@ -101,8 +101,7 @@ def open_gpu(index: int) -> Gpu:
     call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", device))
     uuid = bytes(call("cuDeviceGetUuid", device).bytes).hex()
     version = int(call("cuDriverGetVersion"))
-    stream = call("cuStreamCreate", 1)  # non-blocking
-    return Gpu(index, record, uuid, f"{version // 1000}.{version % 1000 // 10}", stream)
+    return Gpu(index, record, uuid, f"{version // 1000}.{version % 1000 // 10}", create_stream())
 
 
 def allocate(size: int) -> int:
@@ -196,13 +195,42 @@ def encode_map(spec: TensorMapSpec, address: int) -> bytes:
     return ctypes.string_at(encoded.getPtr(), 128)
 
 
+def create_stream() -> Any:
+    return call("cuStreamCreate", 1)  # non-blocking
+
+
+def destroy_stream(stream: object) -> None:
+    call("cuStreamDestroy", stream)
+
+
+def create_event() -> Any:
+    """An event without timing, as programmatic events must be.
+
+    NOTE: a launch refuses an event that was recorded outside of a capture before (invalid handle, driver 580).
+    """
+    return call("cuEventCreate", int(_bindings().CUevent_flags.CU_EVENT_DISABLE_TIMING))
+
+
+def destroy_event(event: object) -> None:
+    call("cuEventDestroy", event)
+
+
+Arguments: TypeAlias = "Sequence[ctypes.Array[Any] | ctypes._SimpleCData[Any]]"
+
+
+def _table(arguments: Arguments) -> ctypes.Array[ctypes.c_void_p]:
+    """The array of addresses that a launch takes its arguments from; it must outlive the call."""
+    return (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
+
+
 class Graph:
     """A CUDA graph under construction, and then its executable."""
 
-    def __init__(self) -> None:
-        self._graph = call("cuGraphCreate", 0)
+    def __init__(self, captured: object = None, nodes: Sequence[Any] = ()) -> None:
+        """An empty graph, or one that a capture has made of these nodes; it owns the graph."""
+        self._graph: Any = call("cuGraphCreate", 0) if captured is None else captured
         self._exec: Any = None
-        self._ids: dict[int, int] = {}
+        self._ids = {int(node): i for i, node in enumerate(nodes)}
 
     def add_kernel(
         self,
@@ -210,7 +238,7 @@ class Graph:
         grid: tuple[int, int, int],
         threads: int,
         shared_bytes: int,
-        arguments: Sequence[ctypes.Array[Any] | ctypes._SimpleCData[Any]],
+        arguments: Arguments,
         priority: int = 0,
     ) -> Any:
         """Adds a kernel node without edges. The driver copies the arguments here."""
@@ -220,13 +248,19 @@ class Graph:
         params.gridDimX, params.gridDimY, params.gridDimZ = grid
         params.blockDimX, params.blockDimY, params.blockDimZ = threads, 1, 1
         params.sharedMemBytes = shared_bytes
-        table = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
+        table = _table(arguments)
         params.kernelParams = ctypes.addressof(table)
         node = call("cuGraphAddKernelNode", self._graph, [], 0, params)
         if priority:
             value = driver.CUkernelNodeAttrValue()
             value.priority = -priority  # the driver counts down
             call("cuGraphKernelNodeSetAttribute", node, driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PRIORITY, value)
+        self._ids[int(node)] = len(self._ids)
+        return node
+
+    def add_child(self, raw: int) -> Any:
+        """Adds a copy of somebody else's graph, given by its raw handle, as one node without edges."""
+        node = call("cuGraphAddChildGraphNode", self._graph, [], 0, _bindings().CUgraph(raw))
         self._ids[int(node)] = len(self._ids)
         return node
 
@@ -274,3 +308,114 @@ class Graph:
         if self._graph is not None:
             call("cuGraphDestroy", self._graph)
             self._graph = None
+
+
+class Capture:
+    """A graph that is captured from streams, launch by launch.
+
+    NOTE: nothing may be loaded, allocated or encoded between begin and end, and streams and events must exist before.
+    """
+
+    def __init__(self, origin: object) -> None:
+        mode = _bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        call("cuStreamBeginCapture", origin, mode)
+        self._origin = origin
+
+    def launch(
+        self,
+        stream: object,
+        kernel: object,
+        grid: tuple[int, int, int],
+        threads: int,
+        shared_bytes: int,
+        arguments: Arguments,
+        priority: int = 0,
+        *,
+        early: bool = False,
+        event: object = None,
+        at_start: bool = False,
+    ) -> Any:
+        """Captures a launch and returns its node. The driver copies the arguments here.
+
+        Args:
+            stream: that is capturing, or that waits for an event of the capture.
+            kernel: loaded.
+            grid: CTAs in x, y, z.
+            threads: of a CTA.
+            shared_bytes: dynamic.
+            arguments: of the kernel.
+            priority: higher runs first.
+            early: allows programmatic stream serialization.
+            event: that the launch signals at its trigger.
+            at_start: the event is triggered when all CTAs have begun, instead.
+        """
+        driver = _bindings()
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes, config.hStream = shared_bytes, stream
+        attributes = []
+        if priority:
+            attributes.append(_attribute("PRIORITY", "priority", -priority))
+        if early:
+            attributes.append(
+                _attribute("PROGRAMMATIC_STREAM_SERIALIZATION", "programmaticStreamSerializationAllowed", 1)
+            )
+        if event is not None:
+            attributes.append(_event_attribute(event, at_start))
+        config.attrs, config.numAttrs = attributes, len(attributes)
+        table = _table(arguments)
+        call("cuLaunchKernelEx", config, kernel, ctypes.addressof(table), 0)
+        return self._last(stream)
+
+    def _last(self, stream: object) -> Any:
+        """The node of the launch just captured: the one that the stream now waits for."""
+        _status, _id, _graph, nodes, _data, count = call("cuStreamGetCaptureInfo", stream)
+        if count != 1:
+            raise GraphMismatch(f"a captured launch left {count} nodes on its stream, not one")
+        return nodes[0]
+
+    def record(self, stream: object, event: object) -> None:
+        call("cuEventRecordWithFlags", event, stream, 0)
+
+    def wait(self, stream: object, event: object) -> None:
+        call("cuStreamWaitEvent", stream, event, 0)
+
+    def end(self, nodes: Sequence[Any]) -> Graph:
+        """Ends the capture.
+
+        Args:
+            nodes: what `launch` returned, in the order that `Graph.edges` is to number them in.
+
+        Raises:
+            CudaFailed: a stream was not joined, or a call was not allowed during a capture. Nothing is left behind.
+        """
+        return Graph(call("cuStreamEndCapture", self._origin), nodes)
+
+    def abandon(self) -> None:
+        """Ends a capture that failed and frees what it holds."""
+        try:
+            graph = call("cuStreamEndCapture", self._origin)
+        except CudaFailed:
+            return  # the driver has dropped the graph with the capture that it refuses
+        call("cuGraphDestroy", graph)
+
+
+def _attribute(name: str, field: str, content: object) -> Any:
+    driver = _bindings()
+    attribute, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
+    attribute.id = getattr(driver.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}")
+    setattr(value, field, content)
+    attribute.value = value
+    return attribute
+
+
+def _event_attribute(event: object, at_start: bool) -> Any:
+    """The attribute of an event that the launch signals.
+
+    NOTE: also for the begin, a programmatic event that is triggered at block start. `griddepcontrol.wait` does not see
+    a launch completion event, so a consumer that waited for one would read too early.
+    """
+    content = _bindings().CUlaunchAttributeValue().programmaticEvent
+    content.event, content.flags, content.triggerAtBlockStart = event, 0, int(at_start)
+    return _attribute("PROGRAMMATIC_EVENT", "programmaticEvent", content)

@@ -25,7 +25,7 @@ def stream_launches(sm_count: int) -> list[Launch]:
 def _loads(grid: int) -> Launch:
     def launch(kernels: Kernels, address: int, size: int, sink: int) -> KernelLaunch:
         arguments = [ctypes.c_void_p(address), ctypes.c_int64(size // 16), ctypes.c_void_p(sink)]
-        return KernelLaunch(kernels.system("stream_loads"), grid, 512, 0, arguments)
+        return KernelLaunch(kernels.system("stream_loads"), (grid, 1, 1), 512, 0, arguments)
 
     return launch
 
@@ -33,6 +33,6 @@ def _loads(grid: int) -> Launch:
 def _bulk(grid: int) -> Launch:
     def launch(kernels: Kernels, address: int, size: int, _sink: int) -> KernelLaunch:
         arguments = [ctypes.c_void_p(address), ctypes.c_int64(size // BULK_PIECE)]
-        return KernelLaunch(kernels.system("stream_bulk"), grid, 32, BULK_SHARED, arguments)
+        return KernelLaunch(kernels.system("stream_bulk"), (grid, 1, 1), 32, BULK_SHARED, arguments)
 
     return launch

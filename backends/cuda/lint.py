@@ -4,16 +4,18 @@ Claim: on every path of every role, an unpredicated ACQBULK (griddepcontrol.wait
 global data that another op may write. A wait that is predicated or branched around counts only on the paths through it.
 
 Method. An access is open if the control-flow graph has a path from the entry to it without such an ACQBULK; its
-witness is the shortest one. What may be open is a load of weights only: LDG or a TMA load (UTMALDG, UBLKCP) whose
-address or tensor map, by the registers along all open paths, comes from operand slots that hold weights or plain
-numbers, from at least one weight. This tells the W loader's copies from the A loader's without knowing which warp is
-which, and judges a load by what it reads, not by its path: an early load of mutable data through the read-only cache
-is caught, a plain early load of a weight is not. Prefetches into L2 and of tensor maps hand no value to the kernel and
-are not counted. Everything else that may touch global memory must be closed: generic loads, every store, atomic and
-reduction, TMA stores, prefetches into L1, and memory opcodes that this module does not know.
+witness is the shortest one. What may be open is a load of constants only: LDG or a TMA load (UTMALDG, UBLKCP) whose
+address or tensor map, by the registers along all open paths, comes from operand slots that hold weights, tables that
+the op declares early (`OpKind.early_slots`) or plain numbers, and not from numbers alone. This tells the W loader's
+copies from the A loader's without knowing which warp is which, and judges a load by what it reads, not by its path: an
+early load of mutable data through the read-only cache is caught, a plain early load of a weight is not. Prefetches into
+L2 and of tensor maps hand no value to the kernel and are not counted. Everything else that may touch global memory must
+be closed: generic loads, every store, atomic and reduction, TMA stores, prefetches into L1, and memory opcodes that
+this module does not know.
 
 Limits. Predicates and branch conditions are not evaluated, so code that is safe by correlated conditions fails. Slots
-are believed to hold what the op's operand row says. Calls are believed to return behind themselves; code that the graph
+are believed to hold what the op's operand row says, and early slots to be read as their op promises: which pages of a
+cache are loaded early is not seen here. Calls are believed to return behind themselves; code that the graph
 does not reach must hold no access. Indirect branches are not followed: such a kernel cannot be proved.
 """
 
@@ -29,7 +31,7 @@ from backends.cuda.provenance import UNKNOWN, State, of_address, origins
 from backends.cuda.sass import Instruction, Kernel, disassemble
 from backends.plan.encode import GRID_HEADER_BYTES, MAP_BYTES, OPERAND_SLOTS, map_specs
 from workloads.graph import OpGraph, Role
-from workloads.ops.base import Operand
+from workloads.ops.base import Operand, OpKind
 
 _MEMORY = re.compile(r"LD|ST|ATOM|U?RED(?!UX)|UTMA|UBLK|SU(LD|ST|ATOM|RED|QUERY)|TEX|TLD|TXD|CCTL|QSPC|MULTIMEM")
 # Constant bank, shared, local and tensor memory, and what only fences or prefetches.
@@ -68,7 +70,7 @@ class Report:
     Attributes:
         waits: unpredicated ACQBULK instructions.
         guarded: accesses to global memory that a wait precedes on every path.
-        early: loads of constant data that may precede it.
+        early: loads of constants that may precede it.
         findings: faults; empty when the proof holds.
     """
 
@@ -79,7 +81,7 @@ class Report:
 
     def __str__(self) -> str:
         verdict = f"{len(self.findings)} unsafe accesses" if self.findings else "ok"
-        return f"{verdict}: {self.waits} waits, {self.guarded} guarded accesses, {self.early} early weight loads"
+        return f"{verdict}: {self.waits} waits, {self.guarded} guarded accesses, {self.early} early loads"
 
 
 @dataclass(frozen=True)
@@ -87,29 +89,32 @@ class Slots:
     """Operand slots that may be read before the wait.
 
     Attributes:
-        weights: those that hold the address or the tensor map of a weight.
+        constants: those that hold the address or the tensor map of a weight, or of what the op may read early.
         numbers: those that hold a plain number.
         rows: byte offset of each operand row in the parameters; the slots of row i are numbered from 16 i.
     """
 
-    weights: frozenset[int] = frozenset()
+    constants: frozenset[int] = frozenset()
     numbers: frozenset[int] = frozenset()
     rows: tuple[int, ...] = (0,)
 
 
-def slots_of(rows: Sequence[Sequence[Operand]], graph: OpGraph) -> Slots:
-    """Which slots hold constants, of the operand rows of the ops that share a launch."""
-    numbered = {
-        row * OPERAND_SLOTS + slot: operand for row, line in enumerate(rows) for slot, operand in enumerate(line)
-    }
-    numbers = {slot for slot, operand in numbered.items() if isinstance(operand, int)}
-    weights = {
-        slot
-        for slot, operand in numbered.items()
-        if not isinstance(operand, int) and graph.tensors[operand.tensor].role is Role.WEIGHT
-    }
-    sizes = [GRID_HEADER_BYTES + MAP_BYTES * max(len(map_specs(row)), 1) for row in rows]
-    return Slots(frozenset(weights), frozenset(numbers), tuple(sum(sizes[:i]) for i in range(len(rows))))
+def slots_of(parts: Sequence[tuple[OpKind, Sequence[Operand]]], graph: OpGraph) -> Slots:
+    """Which slots hold constants, of the operand rows of the ops that share a launch.
+
+    What a run computes is none, whatever an op declares to read early.
+    """
+    numbers, constants = set(), set()
+    for row, (kind, operands) in enumerate(parts):
+        for slot, (name, operand) in enumerate(zip(kind.slots, operands, strict=True), row * OPERAND_SLOTS):
+            if isinstance(operand, int):
+                numbers.add(slot)
+                continue
+            role = graph.tensors[operand.tensor].role
+            if role is Role.WEIGHT or (name in kind.early_slots and role in (Role.INPUT, Role.STATE)):
+                constants.add(slot)
+    sizes = [GRID_HEADER_BYTES + MAP_BYTES * max(len(map_specs(operands)), 1) for _, operands in parts]
+    return Slots(frozenset(constants), frozenset(numbers), tuple(sum(sizes[:i]) for i in range(len(parts))))
 
 
 def lint(cubin: Path, slots: Slots) -> Report:
@@ -173,10 +178,10 @@ def _fault(one: Instruction, state: State, slots: Slots) -> str | None:
     found = of_address(one, state)
     if UNKNOWN in found:
         return "no wait before it, and its address cannot be traced to an operand"
-    mutable = found - slots.weights - slots.numbers
+    mutable = found - slots.constants - slots.numbers
     if mutable:
-        return f"no wait before it, and its address comes from operand slot {min(mutable)}, which holds no weight"
-    return None if found & slots.weights else "no wait before it, and its address comes from no weight"
+        return f"no wait before it, and its address comes from operand slot {min(mutable)}, which holds no constant"
+    return None if found & slots.constants else "no wait before it, and its address comes from no constant"
 
 
 def _walk(kernel: Kernel, past_waits: bool) -> dict[int, int]:

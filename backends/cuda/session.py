@@ -8,12 +8,13 @@ import random
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
 
 from backends.base import DeviceInfo, Executable, SessionSpec, Verdict
-from backends.cmp.build import Bracket, MapCache, bracketed_kernel, build_graph
+from backends.cmp.build import Bracket, MapCache, bracketed_graph, bracketed_kernel, build_graph
+from backends.cmp.capture import StreamPool, capture_graph
 from backends.cuda import binding, driver, jit, memory
 from backends.cuda.floor import stream_launches
 from backends.cuda.health import Health
@@ -25,6 +26,7 @@ from backends.measure.verify import POISON, Variant, Verifier
 from backends.megakernel.build import ResidentPlan
 from backends.plan import launches
 from backends.plan.queues import QueuePlan, lower_queues, verify_queues
+from backends.plan.streams import constructed
 from backends.plan.verify import verify as verify_plan
 from search_spaces.cmp import CmpSpace
 from search_spaces.config import Config, MegakernelConfig, numerics_key
@@ -37,7 +39,10 @@ SLOTS = 4096  # stamp pairs that one measuring call may hold before it reads the
 
 @dataclass
 class CudaExecutable:
-    """A config's graphs, one per rotation set; `verified` once its outputs have a passing verdict."""
+    """A config's graphs, one per rotation set; `verified` once its outputs have a passing verdict.
+
+    `evict` tells that it touches so little of a set that rotation alone would leave that in L2.
+    """
 
     plan: launches.LaunchPlan | QueuePlan | None
     plan_key: str
@@ -45,6 +50,7 @@ class CudaExecutable:
     graphs: list[driver.Graph]
     resident: ResidentPlan | None = None
     verified: bool = False
+    evict: bool = False
 
     def close(self) -> None:
         for graph in self.graphs:
@@ -69,7 +75,10 @@ class CudaSession:
         self._protocol = Protocol(l2=spec.l2)
         self._rng = random.Random(spec.seed)
         self._maps = MapCache()
+        self._construction = spec.construction
+        self._pool = StreamPool()
         self._next_set = 0
+        self._evictors: dict[int, driver.Graph] = {}
         self._allocate()
         self._load_data(spec.seed)
         self._health = Health(self._gpu.uuid)
@@ -78,6 +87,7 @@ class CudaSession:
         self.bracket_us = self._read_bracket()
         self.protocol: dict[str, Any] = {
             **self._protocol.describe(),
+            "construction": spec.construction,
             "sets": len(self._sets),
             "bracket_us": round(self.bracket_us, 4),
             "source_hash": jit.source_hash(),
@@ -149,24 +159,33 @@ class CudaSession:
         copies = tuple((source[t.name], target[t.name], t.bytes // 16) for t in self._warm)
         return Bracket(copies, self._stamps + 16 * index)
 
-    def prepare(self, config: Config, *, delay_us: int = 0) -> CudaExecutable:
-        """See `Session.prepare`. `delay_us` makes every triggering thread sleep after its trigger (fault injection)."""
+    def prepare(self, config: Config, *, delay_us: int = 0, construction: str = "") -> CudaExecutable:
+        """See `Session.prepare`.
+
+        Args:
+            config: of either backend.
+            delay_us: every triggering thread sleeps so long after its trigger (fault injection).
+            construction: instead of the session's.
+        """
         if isinstance(config, MegakernelConfig):
             return self._prepare_megakernel(config)
         self.space.check(config)
-        plan = launches.lower(self.graph, config, self._gpu.record.arch)
+        construction = construction or self._construction
+        plan = constructed(launches.lower(self.graph, config, self._gpu.record.arch), construction)
         verdict = verify_plan(self.graph, plan, self._gpu.record.sm_count)
         if not verdict.passed:
             raise UnsafePlan(verdict.message)
+        if delay_us:
+            plan = launches.delayed(plan)
         key = numerics_key(self.graph, config, self._gpu.record.arch)
         executable = CudaExecutable(plan, plan.key(), key, [])
         with _closing_on_error(executable):
             for index in range(len(self._sets)):
-                executable.graphs.append(self._graph(plan, index, delay_us))
+                executable.graphs.append(self._graph(plan, index, delay_us, construction))
         return executable
 
     def probe(self, verified: Executable, plan: launches.LaunchPlan) -> CudaExecutable:
-        """Graphs of a plan that is derived from a verified one by leaving out kernels or edges. For timing only.
+        """Graphs of a plan that leaves out kernels, edges or waits of a verified one. For timing only.
 
         Raises:
             ValueError: `verified` has no passing verdict, or the plan runs kernels that it does not.
@@ -174,19 +193,58 @@ class CudaSession:
         source = _own(verified)
         if not source.verified or not isinstance(source.plan, launches.LaunchPlan):
             raise ValueError("only a plan with a passing verdict can be taken apart")
-        if not {n.binary for n in plan.nodes} <= {n.binary for n in source.plan.nodes}:
+        ordered = {tuple(replace(key, waits=True) for key in keys) for keys in plan.binaries()}
+        if not ordered <= set(source.plan.binaries()):
             raise ValueError("the plan runs kernels that the verified one does not")
-        executable = CudaExecutable(plan, plan.key(), "", [])
+        executable = CudaExecutable(plan, plan.key(), "", [], evict=self._protocol.l2 == "cold")
         with _closing_on_error(executable):
             for index in range(len(self._sets)):
                 executable.graphs.append(self._graph(plan, index))
         return executable
 
+    def steady(self, verified: Executable, layers: int) -> CudaExecutable:
+        """Graphs of a verified plan for several layers in a row, each on a set of its own; see `launches.chained`.
+
+        Raises:
+            ValueError: `verified` has no passing verdict, or there are fewer sets than layers.
+        """
+        source = _own(verified)
+        if not source.verified or not isinstance(source.plan, launches.LaunchPlan):
+            raise ValueError("only a plan with a passing verdict can be repeated")
+        if not 1 <= layers <= len(self._sets):
+            raise ValueError(f"{layers} layers need as many sets, and there are {len(self._sets)}")
+        plan = launches.chained(source.plan, layers)
+        executable = CudaExecutable(plan, plan.key(), source.numerics_key, [])
+        with _closing_on_error(executable):
+            for index in range(len(self._sets)):
+                before = [(index + 1 + i) % len(self._sets) for i in range(len(self._sets) - 1)]
+                executable.graphs.append(self._graph(plan, index, before=before[: layers - 1]))
+        return executable
+
+    def views(self, index: int) -> dict[str, Any]:
+        """Torch views of every tensor of a set, for a peer's kernels to be measured on the same memory."""
+        addresses = self._addresses(index)
+        return {t.name: binding.tensor_at(addresses[t.name], t.shape, t.dtype) for t in self.graph.tensors.values()}
+
+    def captured(self, graphs: Sequence[int]) -> CudaExecutable:
+        """Somebody else's captured graphs, one per set and given by raw handles, in the bracket of plans."""
+        executable = CudaExecutable(None, "", "", [], evict=self._protocol.l2 == "cold")
+        with _closing_on_error(executable):
+            for index, raw in enumerate(graphs):
+                executable.graphs.append(bracketed_graph(self.kernels, raw, self._bracket(index)))
+                executable.graphs[-1].instantiate(self._gpu.stream)
+        return executable
+
+    @property
+    def num_sets(self) -> int:
+        """Rotation sets of weights and caches."""
+        return len(self._sets)
+
     def streams(self, size: int) -> list[CudaExecutable]:
         """Kernels that only stream `size` bytes of a set, cold, in the bracket of plans: the candidates for a floor."""
         found = []
         for launch in stream_launches(self._gpu.record.sm_count):
-            executable = CudaExecutable(None, "", "", [])
+            executable = CudaExecutable(None, "", "", [], evict=self._protocol.l2 == "cold")
             found.append(executable)
             with _closing_on_error(executable):
                 for index, arena in enumerate(self._sets):
@@ -211,16 +269,20 @@ class CudaSession:
                 graph.instantiate(self._gpu.stream)
         return executable
 
-    def _graph(self, plan: launches.LaunchPlan | None, index: int, delay_us: int = 0) -> driver.Graph:
-        return build_graph(
-            plan,
-            self.kernels,
-            self._addresses(index),
-            self._maps,
-            self._gpu.stream,
-            bracket=self._bracket(index),
-            delay_us=delay_us,
-        )
+    def _graph(
+        self,
+        plan: launches.LaunchPlan | None,
+        index: int,
+        delay_us: int = 0,
+        construction: str = "direct",
+        before: Sequence[int] = (),
+    ) -> driver.Graph:
+        """The graph of a set; `before` are the sets of the layers that come before the last one."""
+        first, *later = (self._addresses(i) for i in (*before, index))
+        inputs = (plan, self.kernels, first, self._maps, self._gpu.stream)
+        if construction == "streams":
+            return capture_graph(*inputs, self._pool, bracket=self._bracket(index), delay_us=delay_us)
+        return build_graph(*inputs, bracket=self._bracket(index), delay_us=delay_us, later=later)
 
     def verify(self, executable: Executable) -> Verdict:
         """See `Session.verify`."""
@@ -245,8 +307,7 @@ class CudaSession:
     def measure(self, executables: Sequence[Executable], rounds: int) -> list[list[float]]:
         """See `Session.measure`."""
         readings: list[list[float]] = [[] for _ in executables]
-        graphs = [_own(executable).graphs for executable in executables]
-        found = self._read(graphs, rounds)
+        found = self._read([_own(executable) for executable in executables], rounds)
         disturbance = self._health.disturbance()
         if disturbance is not None:
             raise MeasurementVoid(disturbance)
@@ -254,31 +315,54 @@ class CudaSession:
             readings[owner].append(microseconds - self.bracket_us)
         return readings
 
-    def _read(self, graphs: Sequence[Sequence[driver.Graph]], rounds: int) -> list[tuple[int, float]]:
-        """Replays every graph list `rounds` times in random order; (list index, microseconds) in replay order.
+    def _read(self, runs: Sequence[CudaExecutable], rounds: int) -> list[tuple[int, float]]:
+        """Replays every executable `rounds` times in random order; (index, microseconds) in replay order.
 
         Replays are queued back to back, so that the GPU keeps its clocks; each timed replay follows untimed ones of the
-        same config on other sets.
+        same executable on other sets.
         """
         found: list[tuple[int, float]] = []
         owners: list[int] = []
         for done in range(rounds):
-            order = list(range(len(graphs)))
+            order = list(range(len(runs)))
             self._rng.shuffle(order)
             for owner in order:
-                self._queue(graphs[owner], len(owners))
+                self._queue(runs[owner], len(owners))
                 owners.append(owner)
-            if len(owners) + len(graphs) > SLOTS or done == rounds - 1 or len(owners) >= 256:
+            if len(owners) + len(runs) > SLOTS or done == rounds - 1 or len(owners) >= 256:
                 found += self._collect(owners)
                 owners = []
         return found
 
-    def _queue(self, graphs: Sequence[driver.Graph], slot: int) -> None:
+    def _queue(self, run: CudaExecutable, slot: int) -> None:
+        count = len(run.graphs)
+        timed = (self._next_set + self._protocol.warmups) % count
+        if run.evict:
+            self._evictor(timed).launch(self._gpu.stream)
         for _ in range(self._protocol.warmups + 1):
-            index = self._next_set % len(graphs)
+            index = self._next_set % count
             self._next_set += 1
-            graphs[index].launch(self._gpu.stream)
+            run.graphs[index].launch(self._gpu.stream)
         driver.copy_to_host(self._readings + 16 * slot, self._stamps + 16 * index, 16, self._gpu.stream)
+
+    def _evictor(self, index: int) -> driver.Graph:
+        """A graph that streams every set but one, so that L2 holds nothing of that one."""
+        if index not in self._evictors:
+            launch = stream_launches(self._gpu.record.sm_count)[0]
+            graph = driver.Graph()
+            self._evictors[index] = graph
+            before = None
+            for other, arena in enumerate(self._sets):
+                if other != index:
+                    kernel = launch(self.kernels, arena.base, arena.bytes, self._stamps)
+                    node = graph.add_kernel(
+                        kernel.kernel, kernel.grid, kernel.threads, kernel.shared_bytes, kernel.arguments
+                    )
+                    if before is not None:
+                        graph.add_edge(before, node)
+                    before = node
+            graph.instantiate(self._gpu.stream)
+        return self._evictors[index]
 
     def _collect(self, owners: Sequence[int]) -> list[tuple[int, float]]:
         driver.synchronize(self._gpu.stream)
@@ -286,20 +370,19 @@ class CudaSession:
         return [(owner, (stamps[2 * i + 1] - stamps[2 * i]) / 1000) for i, owner in enumerate(owners)]
 
     def _read_bracket(self) -> float:
-        graphs = [self._graph(None, index) for index in range(len(self._sets))]
+        empty = CudaExecutable(None, "", "", [self._graph(None, index) for index in range(len(self._sets))])
         try:
-            self._read([graphs], 20)
-            return trimmed_mean([us for _, us in self._read([graphs], self._protocol.bracket_replays)])
+            self._read([empty], 20)
+            return trimmed_mean([us for _, us in self._read([empty], self._protocol.bracket_replays)])
         finally:
-            for graph in graphs:
-                graph.close()
+            empty.close()
 
     def floor_us(self) -> float:
         """See `Session.floor_us`. The best of plain loads and bulk copies over several grids."""
         candidates = self.streams(compulsory_bytes(self.graph))
         try:
             readings: list[list[float]] = [[] for _ in candidates]
-            for owner, microseconds in self._read([c.graphs for c in candidates], self._protocol.min_rounds * 2):
+            for owner, microseconds in self._read(candidates, self._protocol.min_rounds * 2):
                 readings[owner].append(microseconds - self.bracket_us)
             return min(hodges_lehmann(samples) for samples in readings)
         finally:
@@ -318,8 +401,12 @@ class CudaSession:
 
     def close(self) -> None:
         """Frees the device. Safe to call twice."""
+        for graph in self._evictors.values():
+            graph.close()
+        self._evictors = {}
         for arena in (*self._sets, self._inputs, self._written, self._counters, self._pristine):
             arena.close()
+        self._pool.close()
         if self._stamps:
             driver.free(self._stamps)
             driver.free_host(self._readings)

@@ -57,7 +57,7 @@ DEVICE_OPS: dict[str, DeviceOp] = {
     ),
     "paged_score": DeviceOp(
         "ops/paged_score.cuh",
-        2,
+        3,
         lambda k: (
             f"PagedScore<{k.constant('heads')}, {k.tiling.block_m}, {k.tiling.rows},"
             f" spantune::{CORE_TYPES[k.tiling.core]}>"
@@ -75,14 +75,18 @@ def grid_source(keys: Sequence[CompileKey]) -> str:
     ctas = min(key.tiling.ctas_per_sm for key in keys if key.shell == "grid")
     parts: list[str] = []
     for op, key in zip(ops, keys, strict=True):
-        expression = f"spantune::{op.expression(key)}"
         if key.shell == "arrival":
-            parts.append(f"spantune::ArrivalPart<{parts.pop()}, {expression}>")
+            parts.append(f"spantune::ArrivalPart<{parts.pop()}, spantune::{op.expression(key)}>")
         else:
-            parts.append(f"spantune::GridPart<{op.maps}, {expression}>")
+            parts.append(_part(key, op))
     macro = "SPANTUNE_GRID_KERNEL" if len(parts) == 1 else "SPANTUNE_SHARED_KERNEL"
     includes = "".join(f'#include "spantune/{header}"\n' for header in dict.fromkeys(op.header for op in ops))
     return f'#include "spantune/shells/grid.cuh"\n{includes}{macro}({KERNEL_NAME}, {ctas}, {", ".join(parts)})\n'
+
+
+def _part(key: CompileKey, op: DeviceOp) -> str:
+    extras = ", ".join(str(extra).lower() for extra in (key.loops, key.prefetches, key.delays, key.waits))
+    return f"spantune::GridPart<spantune::{op.expression(key)}, {op.maps}, {extras}>"
 
 
 def persistent_source(keys: Sequence[CompileKey]) -> str:

@@ -14,6 +14,20 @@ def hodges_lehmann(samples: Sequence[float]) -> float:
     return statistics.median((ordered[i] + ordered[j]) / 2 for i in range(len(ordered)) for j in range(i, len(ordered)))
 
 
+def location_interval(samples: Sequence[float], *, level: float = 0.95) -> tuple[float, float]:
+    """Interval of the Hodges-Lehmann estimate: order statistics of the pairwise means, by the signed-rank test.
+
+    Ranks by the normal approximation of the test's null distribution (Hollander, Wolfe and Chicken 2014, section 3.3),
+    whose mean is n(n + 1)/4 and whose variance is n(n + 1)(2n + 1)/24 for n readings.
+    """
+    n = len(samples)
+    means = sorted((a + b) / 2 for i, a in enumerate(samples) for b in samples[i:])
+    quantile = statistics.NormalDist().inv_cdf(0.5 + level / 2)
+    rank = n * (n + 1) / 4 - quantile * math.sqrt(n * (n + 1) * (2 * n + 1) / 24)
+    low = min(max(round(rank), 0), (len(means) - 1) // 2)
+    return means[low], means[len(means) - 1 - low]
+
+
 def trimmed_mean(samples: Sequence[float], share: float = 0.1) -> float:
     """Mean without the lowest and highest `share` of the readings."""
     ordered = sorted(samples)

@@ -57,9 +57,8 @@ class ResidentPlan:
         body = struct.pack(
             "<5Q2i", self._instructions, table, self._counters, epochs, notes, self._plan.max_queue, WATCHDOG_US
         )
-        return KernelLaunch(
-            self._kernel, self._plan.workers, THREADS, SHARED_BYTES, [ctypes.create_string_buffer(body, len(body))]
-        )
+        arguments = [ctypes.create_string_buffer(body, len(body))]
+        return KernelLaunch(self._kernel, (self._plan.workers, 1, 1), THREADS, SHARED_BYTES, arguments)
 
     def close(self) -> None:
         """Frees the device memory. Safe to call twice."""

@@ -7,52 +7,61 @@ declared regions of both ops, never stated by an op.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import pairwise, product
 
 from search_spaces.errors import IllegalConfig
 from workloads.graph import OpGraph
 from workloads.ops import KINDS
 from workloads.ops.base import Domain, Region, Tile, Tiling
 
+MOST_GROUPS = 31  # along n: what the parameters have room for
 MOST_SHARERS = 31  # a share's number travels as a count of one warp's lanes
 Place = tuple[int, int, int]  # n, split, m of a tile
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """How the tiles of a finaliser follow those of its producer. Pairs are tiles along n and along m.
+    """How the tiles of a finaliser follow those of its producer. Group (i, j) is the i-th along n, the j-th along m.
 
     Attributes:
         producer: op of the same launch whose tiles arrive.
-        gathered: tiles of the producer that a group spans; it holds all their splits. The last group may be smaller.
-        run: tiles of the finaliser that a group starts.
-        groups: groups, each with a counter of its own.
-        sharers: tiles of the producer that share a group's work, the last to arrive. All but the last of them wait.
+        n_starts: first tile of the producer along n of each group, which ends where the next one starts.
+        own_starts: the same of the finaliser's tiles.
+        gathered_m: tiles of the producer along m that a group spans, with all their splits; the last may have fewer.
+        run_m: tiles of the finaliser along m that a group starts.
+        groups_m: groups along m.
+        sharers: tiles of the producer that share a group's work, the last to arrive; of a smaller group all. Those
+            before the last of them wait.
     """
 
     producer: str
-    gathered: tuple[int, int]
-    run: tuple[int, int]
-    groups: tuple[int, int]
+    n_starts: tuple[int, ...]
+    own_starts: tuple[int, ...]
+    gathered_m: int
+    run_m: int
+    groups_m: int
     sharers: int = 1
 
     @property
     def waiting(self) -> int:
-        """CTAs that may wait at once for others of their launch to arrive."""
+        """CTAs that may wait at once for others of their launch to arrive, or more."""
         return (self.sharers - 1) * self.num_groups
 
     @property
     def num_groups(self) -> int:
-        return self.groups[0] * self.groups[1]
+        """Each has a counter of its own."""
+        return len(self.n_starts) * self.groups_m
 
     def arrivals(self, tile: Tile, domain: Domain) -> frozenset[Place]:
         """Tiles of the producer, of this domain, that arrive before a tile of the finaliser runs."""
-        n, m = (at // run * span for at, run, span in zip((tile.n, tile.m), self.run, self.gathered, strict=True))
-        columns = range(n, min(n + self.gathered[0], domain.n_tiles))
-        rows = range(m, min(m + self.gathered[1], domain.m_tiles))
+        group = bisect_right(self.own_starts, tile.n) - 1
+        columns = range(self.n_starts[group], (*self.n_starts, domain.n_tiles)[group + 1])
+        first = tile.m // self.run_m * self.gathered_m
+        rows = range(first, min(first + self.gathered_m, domain.m_tiles))
         return frozenset(product(columns, range(domain.splits), rows))
 
 
@@ -62,24 +71,29 @@ def counters_of(op: str) -> str:
 
 
 def derive(graph: OpGraph, producer: str, name: str, tilings: Mapping[str, Tiling], sharers: int = 1) -> Arrival:
-    """The groups of a finaliser; there are no more sharers than tiles to share or tiles that arrive.
+    """The groups of a finaliser; there are no more sharers than tiles to share.
 
     Raises:
         IllegalConfig: the tiles that it reads form no groups of equal shape.
     """
     needs = needed(graph, producer, name, tilings[producer], tilings[name])
     own = _domain(graph, name, tilings[name])
-    first = needs[0, 0, 0]
-    gathered = (len({n for n, _, _ in first}), len({m for _, _, m in first}))
-    run = (
-        sum(needs[n, 0, 0] == first for n in range(own.n_tiles)),
-        sum(needs[0, 0, m] == first for m in range(own.m_tiles)),
-    )
-    if not first:
+    if not all(needs.values()):
         raise IllegalConfig(f"{name}: reads nothing that {producer} writes")
-    groups = (-(-own.n_tiles // run[0]), -(-own.m_tiles // run[1]))
-    fewest = min(len(needs[n, 0, m]) for n, m in product(range(own.n_tiles), range(own.m_tiles)))
-    arrival = Arrival(producer, gathered, run, groups, min(sharers, run[0] * run[1], fewest))
+    own_starts = [n for n in range(own.n_tiles) if n == 0 or needs[n, 0, 0] != needs[n - 1, 0, 0]]
+    n_starts = [min(n for n, _, _ in needs[start, 0, 0]) for start in own_starts]
+    gathered_m = len({m for _, _, m in needs[0, 0, 0]})
+    run_m = sum(needs[0, 0, m] == needs[0, 0, 0] for m in range(own.m_tiles))
+    most = max(end - start for start, end in pairwise((*own_starts, own.n_tiles))) * run_m
+    arrival = Arrival(
+        producer,
+        tuple(n_starts),
+        tuple(own_starts),
+        gathered_m,
+        run_m,
+        -(-own.m_tiles // run_m),
+        min(sharers, most),
+    )
     fault = fault_of(graph, name, arrival, tilings[producer], tilings[name])
     if fault is not None:
         raise IllegalConfig(f"{name}: cannot run as tiles of {producer} arrive: {fault}")
@@ -89,14 +103,20 @@ def derive(graph: OpGraph, producer: str, name: str, tilings: Mapping[str, Tilin
 def fault_of(graph: OpGraph, name: str, arrival: Arrival, producer: Tiling, own: Tiling) -> str | None:
     """Why groups are not exactly what each tile of the finaliser reads, with a tile as witness; None when they are."""
     domain, own_domain = _domain(graph, arrival.producer, producer), _domain(graph, name, own)
-    spans = tuple(-(-tiles // span) for tiles, span in zip(_extents(domain), arrival.gathered, strict=True))
-    runs = tuple(-(-tiles // run) for tiles, run in zip(_extents(own_domain), arrival.run, strict=True))
-    if spans != arrival.groups or runs != arrival.groups:
-        return f"{spans} groups of arriving tiles start {runs} groups of tiles, planned are {arrival.groups}"
+    for op, starts, tiles in (
+        (arrival.producer, arrival.n_starts, domain.n_tiles),
+        (name, arrival.own_starts, own_domain.n_tiles),
+    ):
+        if starts[:1] != (0,) or any(low >= high for low, high in pairwise((*starts, tiles))):
+            return f"groups that start at tiles {starts} of {op} do not cover its {tiles} tiles"
+    if len(arrival.n_starts) != len(arrival.own_starts) or len(arrival.n_starts) > MOST_GROUPS:
+        return f"{len(arrival.n_starts)} groups along n start {len(arrival.own_starts)}, at most {MOST_GROUPS}"
+    spans, runs = -(-domain.m_tiles // arrival.gathered_m), -(-own_domain.m_tiles // arrival.run_m)
+    if not spans == runs == arrival.groups_m:
+        return f"{spans} groups along m start {runs}, planned are {arrival.groups_m}"
     needs = needed(graph, arrival.producer, name, producer, own)
-    fewest = min(map(len, needs.values()))
-    if not 1 <= arrival.sharers <= min(fewest, MOST_SHARERS):
-        return f"{arrival.sharers} share a group of which {fewest} tiles arrive"
+    if not 1 <= arrival.sharers <= MOST_SHARERS:
+        return f"{arrival.sharers} share a group, at most {MOST_SHARERS}"
     for tile in own_domain:
         wrong = needs[tile.n, tile.split, tile.m] ^ arrival.arrivals(tile, domain)
         if wrong:
@@ -165,7 +185,3 @@ def _splits(graph: OpGraph, name: str, known: Mapping[str, int]) -> dict[str, in
 def _domain(graph: OpGraph, name: str, tiling: Tiling) -> Domain:
     op = graph.ops[name]
     return KINDS[op.kind].domain(op, graph, tiling)
-
-
-def _extents(domain: Domain) -> tuple[int, int]:
-    return domain.n_tiles, domain.m_tiles

@@ -11,6 +11,7 @@ from workloads.ops.base import Operand, Pointer, TensorMapSpec
 
 OPERAND_SLOTS = 16
 MAP_BYTES = 128
+START_SLOTS = 32  # starts of groups along n, and their end
 GRID_HEADER_BYTES = OPERAND_SLOTS * 8 + 64
 
 
@@ -91,20 +92,20 @@ def arrival_args(part: KernelPart, producer: KernelPart, addresses: Mapping[str,
     arrival = part.arrival
     if arrival is None or map_specs(part.operands):
         raise ValueError(f"{part.op} does not run behind a producer, or has tensor maps")
-    body = struct.pack(
-        "<16Q2Q12i",
+    starts = ((*arrival.n_starts, producer.tiles[0]), (*arrival.own_starts, part.tiles[0]))
+    places = [place for line in starts for place in (*line, *(line[-1:] * (START_SLOTS - len(line))))]
+    return struct.pack(
+        f"<16Q2Q12i{2 * START_SLOTS}h",
         *operand_row(part.operands, addresses),
         addresses[counters_of(part.op)],
         0,
-        *arrival.gathered,
-        producer.tiles[0],
+        arrival.gathered_m,
         producer.tiles[2],
         producer.splits,
-        *arrival.run,
-        part.tiles[0],
+        arrival.run_m,
         part.tiles[2],
-        arrival.groups[0],
+        len(arrival.n_starts),
         arrival.sharers,
-        0,
+        *(0,) * 5,
+        *places,
     )
-    return body + bytes(MAP_BYTES)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import product
 from typing import Any
 
 from backends.plan.arrivals import Arrival, derive
-from search_spaces.cmp import CmpSpace, arrival_hosts, default_tiling
+from search_spaces.cmp import Choice, CmpSpace, arrival_hosts, default_tiling
 from search_spaces.config import CmpConfig, OpSchedule, splits_of
 from search_spaces.errors import ConfigError, IllegalConfig
 from workloads.graph import Op, OpGraph
@@ -40,6 +40,10 @@ class CompileKey:
         arch: compile target.
         tiling: with `split_k` set to 1, since that is a run-time parameter.
         constants: op parameters that are template arguments, as (name, value) pairs.
+        loops: whether a CTA takes several tiles in turn.
+        prefetches: whether it brings weights of a later op into L2.
+        delays: fault injection, whether a triggering thread sleeps before it goes on.
+        waits: false only in binaries that are timed without their dependencies.
     """
 
     kind: str
@@ -47,6 +51,10 @@ class CompileKey:
     arch: str
     tiling: Tiling
     constants: tuple[tuple[str, int | float | bool], ...] = ()
+    loops: bool = False
+    prefetches: bool = False
+    delays: bool = False
+    waits: bool = True
 
     def constant(self, name: str) -> str:
         """A constant as C++ spells it."""
@@ -132,16 +140,18 @@ class KernelNode:
             tiles arrive. CTAs are numbered through the parts in turn.
         priority: node priority.
         stream: stream label.
+        layer: which of several layers in a row it belongs to.
     """
 
     parts: tuple[KernelPart, ...]
     priority: int
     stream: int
+    layer: int = 0
 
     @property
     def op(self) -> str:
-        """Name of the launch: its ops, the host first."""
-        return "+".join(part.op for part in self.parts)
+        """Name of the launch: its ops, the host first, then its layer if there are several."""
+        return "+".join(part.op for part in self.parts) + (f"@{self.layer}" if self.layer else "")
 
     @property
     def binary(self) -> tuple[CompileKey, ...]:
@@ -235,6 +245,49 @@ class LaunchPlan:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def delayed(plan: LaunchPlan) -> LaunchPlan:
+    """The same plan with kernels whose triggering threads sleep before they go on: a missing wait reads stale data."""
+    return _with_binaries(plan, delays=True)
+
+
+def unordered(plan: LaunchPlan) -> LaunchPlan:
+    """The same plan with kernels that never wait. For timing only: what they write means nothing."""
+    return _with_binaries(plan, waits=False)
+
+
+def _with_binaries(plan: LaunchPlan, **changes: Any) -> LaunchPlan:
+    def part(old: KernelPart) -> KernelPart:
+        return replace(old, binary=replace(old.binary, **changes))
+
+    return replace(plan, nodes=tuple(replace(n, parts=tuple(part(old) for old in n.parts)) for n in plan.nodes))
+
+
+def chained(plan: LaunchPlan, layers: int, trigger: str = "inputs_read") -> LaunchPlan:
+    """The same plan for several layers in a row, as a model runs it, with programmatic edges between the layers.
+
+    Sinks trigger at a point of their own, so that the next layer's roots are there when they end. Each root waits for
+    all sinks of the layer before, and with them for all of that layer: layers may share workspaces.
+    """
+    sinks, roots = plan.sinks(), plan.roots()
+    nodes: list[KernelNode] = []
+    edges: list[PlanEdge] = []
+    before: dict[str, KernelNode] = {}
+    for layer in range(layers):
+        hands_on = sinks if layer < layers - 1 else ()
+        here = {n.op: replace(_triggering(n, trigger) if n.op in hands_on else n, layer=layer) for n in plan.nodes}
+        nodes += here.values()
+        edges += [replace(e, producer=here[e.producer].op, consumer=here[e.consumer].op) for e in plan.edges]
+        if before:
+            pairs = [(before[sink].op, here[root].op) for sink in sinks for root in roots]
+            edges += [PlanEdge(producer, consumer, EdgeKind.PROGRAMMATIC) for producer, consumer in pairs]
+        before = here
+    return replace(plan, nodes=tuple(nodes), edges=tuple(edges))
+
+
+def _triggering(node: KernelNode, trigger: str) -> KernelNode:
+    return replace(node, parts=tuple(replace(part, trigger=POINTS[trigger]) for part in node.parts))
+
+
 def lower(graph: OpGraph, config: CmpConfig, arch: str) -> LaunchPlan:
     """Lowers a graph under a CMP config.
 
@@ -287,9 +340,11 @@ def _part(graph: OpGraph, config: CmpConfig, name: str, splits: Splits, arch: st
     host = config.host_of(name)
     has_consumer = any(config.host_of(p) == host != config.host_of(c) for p, c in config.programmatic)
     ctas_x = _capped(domain, schedule.grid_cap)
+    prefetch = _prefetch(graph, name, schedule, ctas_x * domain.splits * domain.m_tiles)
+    binary = compile_key(op, tiling, "grid", arch)
     part = KernelPart(
         op=name,
-        binary=compile_key(op, tiling, "grid", arch),
+        binary=replace(binary, loops=ctas_x < domain.n_tiles, prefetches=prefetch is not None),
         tiles=(domain.n_tiles, domain.splits, domain.m_tiles),
         ctas_x=ctas_x,
         threads=kind.threads,
@@ -299,7 +354,7 @@ def _part(graph: OpGraph, config: CmpConfig, name: str, splits: Splits, arch: st
         trigger=POINTS[schedule.trigger] if has_consumer else POINTS["none"],
         wait=WAIT_POINTS[schedule.wait],
         w_ahead=schedule.w_ahead if kind.loaders else 0,
-        prefetch=_prefetch(graph, name, schedule, ctas_x * domain.splits * domain.m_tiles),
+        prefetch=prefetch,
     )
     return _behind(graph, config, part) if _arrives(graph, config, name) else part
 
@@ -310,7 +365,7 @@ def _behind(graph: OpGraph, config: CmpConfig, part: KernelPart) -> KernelPart:
     tilings = {name: config.ops[name].tiling for name in (producer, part.op)}
     return replace(
         part,
-        binary=replace(part.binary, shell="arrival"),
+        binary=replace(part.binary, shell="arrival", prefetches=False),
         trigger=POINTS["none"],
         wait=POINTS["none"],
         prefetch=None,
@@ -386,14 +441,26 @@ def space_binaries(space: CmpSpace) -> tuple[CompileKey, ...]:
     """Every binary that configs of a space can name, without repeats."""
     found: dict[CompileKey, None] = {}
     for name, op in space.graph.ops.items():
-        choices = {f: v for f, v in KINDS[op.kind].tunables(op, space.graph).items() if f != "split_k"}
+        choices = KINDS[op.kind].tunables(op, space.graph)
         base = default_tiling(space.graph, name, space.gpu)
         for values in product(*choices.values()):
             fields: dict[str, Any] = dict(zip(choices, values, strict=True))
             tiling = replace(base, **fields)
             if space.refusal(name, tiling) is None:
-                found[compile_key(op, tiling, "grid", space.gpu.arch)] = None
+                key = compile_key(op, tiling, "grid", space.gpu.arch)
+                found.update(dict.fromkeys(_variants(space, name, key, KINDS[op.kind].domain(op, space.graph, tiling))))
     return tuple(found)
+
+
+def _variants(space: CmpSpace, name: str, key: CompileKey, domain: Domain) -> Iterator[CompileKey]:
+    """The binaries of one tiling: as it is, and with what the space's grid caps and prefetches ask for."""
+    yield key
+    dimensions = {d.name: d.values for d in space.dimensions if isinstance(d, Choice)}
+    caps = dimensions.get(f"{name}.grid_cap", (0,))
+    if any(_capped(domain, int(cap)) < domain.n_tiles for cap in caps):
+        yield replace(key, loops=True)
+    if name in dimensions.get("prefetch.by", ()):
+        yield replace(key, prefetches=True)
 
 
 def _launch_edges(graph: OpGraph, config: CmpConfig, order: tuple[str, ...]) -> dict[tuple[str, str], EdgeKind]:

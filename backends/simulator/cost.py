@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import ceil, prod
 
 from backends.plan.launches import POINTS, KernelPart, LaunchPlan
@@ -99,10 +100,11 @@ def finaliser_us(graph: OpGraph, part: KernelPart, splits: Mapping[str, int], ca
     """What a finaliser behind its producer takes: a sharer's tiles in turn, each like a kernel without launch."""
     if part.arrival is None:
         return 0.0
-    c, (n, m) = calibration, part.arrival.run
+    c, starts = calibration, (*part.arrival.own_starts, part.tiles[0])
+    tiles = max(end - start for start, end in pairwise(starts)) * min(part.arrival.run_m, part.tiles[2])
     inputs = _input_bytes(graph, graph.ops[part.op], part.tiling, splits)
     tile = c.row_latency_us + inputs / c.sm_bytes_per_us + c.row_us.get(part.binary.kind, c.row_us[OTHER])
-    return ceil(min(n, part.tiles[0]) * min(m, part.tiles[2]) / part.arrival.sharers) * tile
+    return ceil(tiles / part.arrival.sharers) * tile
 
 
 def splits_of(graph: OpGraph, plan: LaunchPlan) -> dict[str, int]:

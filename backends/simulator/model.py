@@ -40,13 +40,13 @@ class Model:
         self.graph, self.calibration = graph, calibration
         self._costs: dict[tuple[object, ...], KernelCost] = {}
 
-    def predict(self, plan: LaunchPlan) -> Timeline:
-        """Predicts the timeline of a launch plan.
+    def predict(self, plan: LaunchPlan, whole: LaunchPlan | None = None) -> Timeline:
+        """Predicts the timeline of a launch plan, which may be a part of a whole one.
 
         Raises:
             ValueError: the plan cannot finish: its edges form a cycle, or a CTA fits no multiprocessor.
         """
-        splits = splits_of(self.graph, plan)
+        splits = splits_of(self.graph, whole or plan)
         apart = one_op_a_node(plan)
         run = _Run(apart, [self._node_cost(node, splits) for node in apart.nodes], self.calibration)
         return run.timeline()
@@ -120,6 +120,9 @@ class _Run:
             consumer.parents.append((producer, edge.kind, len(producer.out)))
             consumer.unended += 1
             producer.out.append(consumer)
+        for kernel in self.kernels:
+            if not kernel.node.parts[0].binary.waits:
+                kernel.ready = 0.0
         roots = [kernel for kernel in self.kernels if not kernel.parents]
         for rank, kernel in enumerate(roots):
             kernel.ready = 0.0
@@ -342,8 +345,8 @@ class _Run:
             consumer.unended -= 1
             if not consumer.unended:
                 soft = any(kind is not EdgeKind.ORDINARY for _, kind, _ in consumer.parents)
-                consumer.ready = self.now + (self.c.wait_us if soft else 0.0)
-                self._at(consumer.ready, partial(self._wake, consumer))
+                consumer.ready = min(consumer.ready, self.now + (self.c.wait_us if soft else 0.0))
+                self._at(max(consumer.ready, self.now), partial(self._wake, consumer))
             self._try_launch(consumer)
 
     def _wake(self, kernel: Kernel) -> None:

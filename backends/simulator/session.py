@@ -11,6 +11,7 @@ from backends.base import DeviceInfo, Executable, SessionSpec, Verdict
 from backends.errors import UnsafePlan
 from backends.measure.protocol import Protocol
 from backends.plan import launches
+from backends.plan.streams import constructed
 from backends.plan.verify import verify as verify_plan
 from backends.simulator.calibration import Calibration, load
 from backends.simulator.model import Model
@@ -53,11 +54,13 @@ class SimulatedSession:
         self.info = DeviceInfo(self.calibration.gpu, True, f"sim-{self.calibration.name}", {})
         self.protocol: dict[str, Any] = {
             **Protocol(l2=spec.l2).describe(),
+            "construction": spec.construction,
             "timer": "predicted",
             "model": MODEL_VERSION,
             "calibration": self.calibration.name,
             "source_hash": f"model{MODEL_VERSION}-{self.calibration.digest}",
         }
+        self._construction = spec.construction
         self._round = 0
 
     def _rates(self, l2: str) -> Calibration:
@@ -72,7 +75,7 @@ class SimulatedSession:
         if isinstance(config, MegakernelConfig):
             raise IllegalConfig("backend megakernel: queue plans have no model on a simulated device, use cmp")
         self.space.check(config)
-        plan = launches.lower(self.graph, config, self.calibration.gpu.arch)
+        plan = constructed(launches.lower(self.graph, config, self.calibration.gpu.arch), self._construction)
         verdict = verify_plan(self.graph, plan, self.calibration.gpu.sm_count)
         if not verdict.passed:
             raise UnsafePlan(verdict.message)
@@ -82,9 +85,16 @@ class SimulatedSession:
 
     def probe(self, verified: Executable, plan: launches.LaunchPlan) -> SimulatedExecutable:
         """Predicts a plan that is derived from a verified one by leaving out kernels or edges."""
-        assert _own(verified).plan is not None
-        timeline = self._model.predict(plan)
+        timeline = self._model.predict(plan, _own(verified).plan)
         return SimulatedExecutable(plan, plan.key(), "", timeline.span_us, timeline)
+
+    def steady(self, verified: Executable, layers: int) -> SimulatedExecutable:
+        """Predicts a plan for several layers in a row."""
+        source = _own(verified)
+        if source.plan is None:
+            raise ValueError("only a plan can be repeated")
+        timeline = self._model.predict(launches.chained(source.plan, layers), source.plan)
+        return SimulatedExecutable(source.plan, f"{source.plan_key}x{layers}", source.numerics_key, timeline.span_us)
 
     def streams(self, size: int) -> list[SimulatedExecutable]:
         """The floor of so many bytes, as the one candidate there is."""

@@ -100,9 +100,11 @@ def run_groups(producer: KernelPart, part: KernelPart, seed: int) -> tuple[dict[
     """What the shell does with the encoded words: tiles that had arrived when each tile of the finaliser ran."""
     addresses = dict.fromkeys((o.tensor for o in part.operands if not isinstance(o, int)), 0)
     body = arrival_args(part, producer, {**addresses, counters_of(part.op): 7})
-    words = struct.unpack_from("<2Q12i", body, OPERAND_SLOTS * 8)
+    words = struct.unpack_from("<2Q12i64h", body, OPERAND_SLOTS * 8)
     assert words[:2] == (7, 0)
-    wide, high, n_tiles, m_tiles, splits, run_n, run_m, own_n, own_m, groups_n, sharers = words[2:13]
+    high, m_tiles, splits, run_m, own_m, groups_n, sharers = words[2:9]
+    starts, own_starts = words[14:46], words[46:]
+    n_tiles = starts[-1]
     assert part.arrival is not None
     counters, ran, arrived = [0] * part.arrival.num_groups, dict[Any, set[Any]](), set[Any]()
     shares: dict[tuple[int, int], list[int]] = {}
@@ -110,18 +112,21 @@ def run_groups(producer: KernelPart, part: KernelPart, seed: int) -> tuple[dict[
     random.Random(seed).shuffle(tiles)
     for n, split, m in tiles:
         arrived.add((n, split, m))
-        at_n, at_m = n // wide, m // high
-        end = min(wide, n_tiles - at_n * wide) * min(high, m_tiles - at_m * high) * splits - 1
+        at_n, at_m = 0, m // high
+        while n >= starts[at_n + 1]:
+            at_n += 1
+        end = (starts[at_n + 1] - starts[at_n]) * min(high, m_tiles - at_m * high) * splits - 1
         before = counters[at_m * groups_n + at_n]
         counters[at_m * groups_n + at_n] = 0 if before >= end else before + 1
-        if before >= end + 1 - sharers:
-            shares.setdefault((at_n, at_m), []).append(before - (end + 1 - sharers))
+        most = min(sharers, end + 1)
+        if before >= end + 1 - most:
+            shares.setdefault((at_n, at_m), []).append(before - (end + 1 - most))
         if before != end:
             continue
-        rows, columns = min(run_m, own_m - at_m * run_m), min(run_n, own_n - at_n * run_n)
+        rows, columns = min(run_m, own_m - at_m * run_m), own_starts[at_n + 1] - own_starts[at_n]
         for share in shares.pop((at_n, at_m)):  # those that waited, and the last
-            for i in range(share, rows * columns, sharers):
-                own = (at_n * run_n + i % columns, at_m * run_m + i // columns)
+            for i in range(share, rows * columns, most):
+                own = (own_starts[at_n] + i % columns, at_m * run_m + i // columns)
                 assert own not in ran
                 ran[own] = set(arrived)
     assert not shares
@@ -164,12 +169,17 @@ def test_each_tile_runs_once_when_all_that_it_reads_has_arrived(
 
 
 FAULTS: list[tuple[str, dict[str, Any], str]] = [
-    ("B1f", {"gathered": (1, 1)}, "2 groups|(2, 1) groups"),
-    ("B0f", {"gathered": (31, 1)}, "tile m=0 n=0 of B0f reads tile m=0 n=31 split=0 of B0, which is not of its group"),
-    ("B0f", {"gathered": (33, 1)}, "tile m=0 n=0 of B0f waits for tile m=0 n=32 split=0 of B0, which it does not read"),
-    ("D1f", {"groups": (3, 1)}, "(3, 1)"),
-    ("D1f", {"run": (1, 8)}, "(4, 2) groups of tiles"),
-    ("B0f", {"run": (2, 16), "groups": (1, 1), "gathered": (41, 1)}, "which it does not read"),
+    ("B1f", {"n_starts": (0, 1)}, "2 groups along n start 1"),
+    ("B1f", {"n_starts": (1,)}, "do not cover"),
+    (
+        "B0f",
+        {"n_starts": (0, 31, 40)},
+        "tile m=0 n=0 of B0f reads tile m=0 n=31 split=0 of B0, which is not of its group",
+    ),
+    ("B0f", {"n_starts": (0, 33, 40)}, "n=0 of B0f waits for tile m=0 n=32 split=0 of B0, which it does not read"),
+    ("D1f", {"groups_m": 3}, "planned are 3"),
+    ("D1f", {"run_m": 8}, "1 groups along m start 2"),
+    ("B0f", {"n_starts": (0,), "own_starts": (0,)}, "which it does not read"),
     ("B1f", {"producer": "B0"}, "not of B0"),
     ("B1f", {"sharers": 32}, "32 share a group"),
     ("B0f", {"sharers": 0}, "0 share a group"),
@@ -217,9 +227,11 @@ def test_parameter_blocks_stand_where_the_lint_and_the_shell_look() -> None:
     body = arrival_args(part, producer, addresses)
     assert len(body) == GRID_HEADER_BYTES + MAP_BYTES
     assert struct.unpack_from("<Q", body)[0] == addresses["b0_partial"]
-    words = struct.unpack_from("<2Q12i", body, OPERAND_SLOTS * 8)
-    assert words == (0xABC0, 0, 32, 1, 41, 1, producer.splits, 1, 16, 2, 16, 2, 1, 0)
-    rows = slots_of([producer.operands, part.operands], GRAPH).rows
+    words = struct.unpack_from("<2Q12i64h", body, OPERAND_SLOTS * 8)
+    assert words[:9] == (0xABC0, 0, 1, 1, producer.splits, 16, 16, 3, 1)
+    assert words[14:46] == (0, 32, 40, *[41] * 29)
+    assert words[46:] == (0, 1, 2, *[3] * 29)
+    rows = slots_of([(KINDS[GRAPH.ops[p.op].kind], p.operands) for p in (producer, part)], GRAPH).rows
     assert rows == (0, GRID_HEADER_BYTES + MAP_BYTES * len(map_specs(producer.operands)))
     with pytest.raises(ValueError, match="B0 does not run behind"):
         arrival_args(producer, producer, addresses)
@@ -254,10 +266,10 @@ def test_sharers_wait_only_where_what_they_wait_for_must_find_room() -> None:
     shared = {**ALL, **{f"{name}.sharers": 16 for name in PAIRS}}
     plan = lower(GRAPH, SPACE.decode(shared), "sm_90a")
     arrivals = {name: parts_of(plan, name)[1].arrival for name in PAIRS}
-    assert {name: a.sharers for name, a in arrivals.items() if a} == {"B0f": 16, "B1f": 2, "D1f": 16}
-    assert plan.waiting() == 2 * 15 + 1 + 4 * 15
+    assert {name: a.sharers for name, a in arrivals.items() if a} == {"B0f": 16, "B1f": 16, "D1f": 16}
+    assert plan.waiting() == 3 * 15 + 15 + 4 * 15
     assert verify(GRAPH, plan, plan.waiting() + 1).passed
-    assert "91 CTAs may wait" in verify(GRAPH, plan, plan.waiting()).message
+    assert "120 CTAs may wait" in verify(GRAPH, plan, plan.waiting()).message
     assert not verify(GRAPH, plan).passed
 
 

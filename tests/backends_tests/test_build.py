@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from backends.cmp import build
-from backends.cmp.build import Bracket, MapCache, build_graph
+from backends.cmp.build import Bracket, MapCache, build_graph, check_edges
 from backends.errors import GraphMismatch
 from backends.plan.encode import MAP_BYTES
-from backends.plan.launches import LaunchPlan, lower
+from backends.plan.launches import EdgeKind, LaunchPlan, PlanEdge, lower
 from search_spaces.cmp import CmpSpace, default, serial
 from search_spaces.errors import IllegalConfig
 from search_spaces.gpu import GpuRecord
@@ -113,3 +113,13 @@ def test_a_kernel_that_is_refused_half_way_leaves_no_graph() -> None:
     with pytest.raises(IllegalConfig, match="D2: 1 CTAs fit"):
         made(lower(LAYER, default(SPACE), "sm_90a"), FakeKernels(refused="D2"))
     assert [graph.state for graph in FakeGraph.made] == ["closed"]
+
+
+def test_the_first_edge_that_differs_is_named() -> None:
+    wanted = [PlanEdge("a", "b", EdgeKind.PROGRAMMATIC), PlanEdge("b", "c", EdgeKind.ORDINARY)]
+    held = {(0, 1, "programmatic"), (1, 2, "ordinary")}
+    check_edges(("a", "b", "c"), wanted, held)
+    with pytest.raises(GraphMismatch, match="first, the programmatic edge a -> b is missing"):
+        check_edges(("a", "b", "c"), wanted, {(0, 1, "ordinary"), (1, 2, "ordinary")})
+    with pytest.raises(GraphMismatch, match="3 edges, 1 of them .* first, the ordinary edge a -> c is not the plan's"):
+        check_edges(("a", "b", "c"), wanted, held | {(0, 2, "ordinary")})

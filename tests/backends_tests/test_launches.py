@@ -12,12 +12,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backends.plan.encode import GRID_HEADER_BYTES, MAP_BYTES, OPERAND_SLOTS, grid_args, map_specs, table_row
-from backends.plan.launches import EdgeKind, Prefetch, lower, transitive_reduction
+from backends.plan.launches import (
+    POINTS,
+    EdgeKind,
+    Prefetch,
+    chained,
+    delayed,
+    lower,
+    space_binaries,
+    transitive_reduction,
+)
 from backends.plan.verify import ancestors, verify
 from search_spaces.cmp import CmpSpace, default, serial
 from search_spaces.config import CmpConfig, from_json, numerics_key, run_key, to_json
 from search_spaces.errors import ConfigError, IllegalConfig
 from search_spaces.gpu import GpuRecord
+from tuner.legal import Repair
 from workloads.attention_pre.graph import build_graph
 from workloads.attention_pre.shapes import AttentionPreShape
 from workloads.ops.base import TensorMapSpec
@@ -256,3 +266,46 @@ def test_a_part_of_a_plan_keeps_its_edges() -> None:
     part = lower(GRAPH, default(SPACE), "sm_90a").only(["A0", "B0", "D0"])
     assert [node.op for node in part.nodes] == ["A0", "B0", "D0"]
     assert [(edge.producer, edge.consumer) for edge in part.edges] == [("A0", "B0")]
+
+
+def test_a_schedule_names_no_binary_that_its_space_has_not() -> None:
+    """Whatever is drawn, nothing is left to compile once the space's binaries are built, shared launches apart."""
+    known = set(space_binaries(SPACE))
+    for seed in range(60):
+        config = SPACE.decode(Repair(SPACE, seed)(SPACE.sample(random.Random(seed))))
+        parts = lower(GRAPH, config, "sm_90a").parts()
+        assert {part.binary for part in parts if part.arrival is None} <= known
+
+
+def test_only_what_a_schedule_asks_for_is_compiled_in() -> None:
+    base = default(SPACE)
+    plain = lower(GRAPH, base, "sm_90a")
+    assert not any(part.binary.loops or part.binary.prefetches for part in plain.parts())
+    capped = replace(base.ops["D0"], grid_cap=132)
+    early = replace(base.ops["A0"], prefetch_of="D0", prefetch_kib=1024)
+    plan = lower(GRAPH, replace(base, ops={**base.ops, "D0": capped, "A0": early}), "sm_90a")
+    assert [part.op for part in plan.parts() if part.binary.loops] == ["D0"]
+    assert [part.op for part in plan.parts() if part.binary.prefetches] == ["A0"]
+
+
+def test_layers_in_a_row_wait_for_all_of_the_layer_before() -> None:
+    plan = lower(GRAPH, default(SPACE), "sm_90a")
+    row = chained(plan, 3)
+    assert len(row.nodes) == 3 * len(plan.nodes)
+    between = {(e.producer, e.consumer) for e in row.edges} - {
+        (e.producer + suffix, e.consumer + suffix) for e in plan.edges for suffix in ("", "@1", "@2")
+    }
+    assert between == {("D2", "A0@1"), ("E1", "A0@1"), ("D2@1", "A0@2"), ("E1@1", "A0@2")}
+    assert all(edge.kind is EdgeKind.PROGRAMMATIC for edge in row.edges)
+    triggers = {node.op: node.parts[0].trigger for node in row.nodes}
+    assert triggers["D2"] == triggers["E1@1"] == POINTS["inputs_read"]
+    assert triggers["D2@2"] == POINTS["none"]
+    assert row.roots() == ("A0",)
+
+
+def test_a_delayed_plan_differs_in_its_binaries_alone() -> None:
+    plan = lower(GRAPH, default(SPACE), "sm_90a")
+    late = delayed(plan)
+    assert all(part.binary.delays for part in late.parts())
+    assert late.edges == plan.edges
+    assert late.key() != plan.key()

@@ -10,12 +10,12 @@ from backends.cuda.sass import disassemble
 
 # Everything that rounds: arithmetic, conversions between floating-point types, special functions, matrix units.
 ROUNDING = re.compile(
-    r"^(FADD|FMUL|FFMA|FMNMX|MUFU|F2F|F2FP|HADD2|HMUL2|HFMA2|HMMA|HGMMA|QGMMA|QMMA|DADD|DMUL|DFMA|FSETP|FCHK)"
+    r"^(FADD|FMUL|FFMA|FMNMX|MUFU|F2F|F2FP|HADD2|HMUL2|HFMA2|HMMA|HGMMA|QGMMA|QMMA|DADD|DMUL|DFMA|FCHK)"
 )
 
 
-def rounding_kinds(cubin: Path) -> Counter[str]:
-    """How often each rounding opcode (with modifiers) stands in a kernel.
+def rounding_kinds(cubin: Path) -> set[str]:
+    """Which rounding opcodes (with modifiers) stand in a kernel. How often is left to the unrolling of loops.
 
     Left out, since they round no value of an op: HFMA2 of zeros and an immediate, which is how the assembler loads a
     constant, and the reciprocal of an integer division, which follows an I2F that rounds up.
@@ -26,4 +26,4 @@ def rounding_kinds(cubin: Path) -> Counter[str]:
     found = Counter(opcode for opcode in opcodes if ROUNDING.match(opcode))
     divisions = sum(bool(re.match(r"I2F\S*\.RP$", opcode)) for opcode in opcodes)
     found["MUFU.RCP"] -= min(divisions, found["MUFU.RCP"])
-    return +found
+    return {opcode for opcode, count in found.items() if count > 0}

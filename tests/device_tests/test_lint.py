@@ -16,7 +16,7 @@ from backends.cuda.lint import Report, Slots, lint, lint_kernel, slots_of
 from backends.cuda.sass import Kernel, disassemble, disassembler, parse
 from backends.cuda.sources import grid_source
 from backends.plan.encode import OPERAND_SLOTS
-from backends.plan.launches import CompileKey, KernelNode, compile_key, lower
+from backends.plan.launches import CompileKey, EdgeKind, KernelNode, PlanEdge, compile_key, lower
 from search_spaces.cmp import CmpSpace, serial
 from search_spaces.config import splits_of, to_json
 from search_spaces.gpu import GpuRecord
@@ -34,7 +34,7 @@ needs_disassembler = pytest.mark.skipif(disassembler() is None, reason="needs nv
 
 
 def kernels(arch: str) -> Iterator[tuple[str, CompileKey, Slots]]:
-    """Each op of both workloads at its default tiling, on every core of the target."""
+    """Each op of both workloads at its default tiling, on every core of the target, with what it can be built with."""
     for graph in (build_graph(AttentionPreShape()), build_chain(PdlChainShape(layers=1))):
         space = CmpSpace(graph, replace(H200, arch=arch))
         config = space.decode({})
@@ -43,8 +43,12 @@ def kernels(arch: str) -> Iterator[tuple[str, CompileKey, Slots]]:
             cores = KINDS[op.kind].tunables(op, graph).get("core", ("mma_sync",))
             for core in (core for core in cores if core in space.gpu.cores()):
                 tiling = replace(schedule.tiling, core=str(core))
-                slots = slots_of([KINDS[op.kind].operands(op, graph, tiling, splits_of(graph, config))], graph)
-                yield f"{name} {core}", compile_key(op, tiling, "grid", arch), slots
+                kind = KINDS[op.kind]
+                slots = slots_of([(kind, kind.operands(op, graph, tiling, splits_of(graph, config)))], graph)
+                key = compile_key(op, tiling, "grid", arch)
+                yield f"{name} {core}", key, slots
+                rare = {"loops": True} if kind.loaders else {"prefetches": True}
+                yield f"{name} {core} {rare}", replace(key, delays=True, **rare), slots
 
 
 @needs_disassembler
@@ -59,7 +63,7 @@ def test_every_grid_kernel_waits_first(arch: str, tmp_path: Path) -> None:
         report = seen[key, slots]
         assert not report.findings, f"{name}: {report.findings[0]}"
         assert report.waits >= 3 and report.guarded > 0
-        reads_early = name.split()[0] not in {"D1f", "E1"}  # those hold no weights
+        reads_early = name.split()[0] != "D1f"  # it has no constants
         assert (report.early > 0) == reads_early, name
 
 
@@ -75,7 +79,8 @@ def shared_launch(arch: str, host: str, *guests: str) -> KernelNode:
 @pytest.mark.parametrize("ops", [("B0", "C0"), ("B0", "B1", "C0"), ("D0", "D1")])
 def test_a_shared_launch_assembles_and_waits_first(arch: str, ops: tuple[str, ...], tmp_path: Path) -> None:
     node = shared_launch(arch, *ops)
-    slots = slots_of([part.operands for part in node.parts], build_graph(AttentionPreShape()))
+    graph = build_graph(AttentionPreShape())
+    slots = slots_of([(KINDS[graph.ops[part.op].kind], part.operands) for part in node.parts], graph)
     cubin = jit.build(grid_source(node.binary), arch, tmp_path)
     assert cubin.spill_bytes == 0
     report = lint(cubin.path, slots)
@@ -83,8 +88,8 @@ def test_a_shared_launch_assembles_and_waits_first(arch: str, ops: tuple[str, ..
     assert report.waits >= 3 and report.guarded > 0 and report.early > 0
     # The proof looks at each op's own row: without the weights of one of them it must fail.
     for row in range(len(ops)):
-        other = frozenset(slot for slot in slots.weights if slot // OPERAND_SLOTS != row)
-        assert lint(cubin.path, replace(slots, weights=other)).findings
+        other = frozenset(slot for slot in slots.constants if slot // OPERAND_SLOTS != row)
+        assert lint(cubin.path, replace(slots, constants=other)).findings
 
 
 def behind_its_producer(arch: str, finaliser: str, core: str) -> KernelNode:
@@ -103,17 +108,19 @@ def test_a_finaliser_behind_its_producer_waits_first(arch: str, core: str, final
     assert [part.op for part in node.parts] == [finaliser[:2], finaliser]
     cubin = jit.build(grid_source(node.binary), arch, tmp_path)
     assert cubin.spill_bytes == 0
-    report = lint(cubin.path, slots_of([part.operands for part in node.parts], build_graph(AttentionPreShape())))
+    graph = build_graph(AttentionPreShape())
+    slots = slots_of([(KINDS[graph.ops[part.op].kind], part.operands) for part in node.parts], graph)
+    report = lint(cubin.path, slots)
     assert not report.findings, report.findings[0]
     alone = lint(jit.build(grid_source(node.binary[:1]), arch, tmp_path).path, Slots())
     assert report.waits == alone.waits  # the finaliser needs none of its own
     assert report.guarded > alone.guarded
-    # Both ops round by the opcodes of their own kernels; how often may differ, where the assembler unrolls otherwise.
+    # Both ops round by the opcodes of their own kernels.
     own = replace(node.binary[1], shell="grid")
     producer, finaliser_alone = (
         rounding_kinds(jit.build(grid_source((key,)), arch, tmp_path).path) for key in (node.binary[0], own)
     )
-    assert rounding_kinds(cubin.path).keys() == (producer + finaliser_alone).keys()
+    assert rounding_kinds(cubin.path) == producer | finaliser_alone
     assert arrival_order(cubin.path) == [
         "BAR.SYNC",
         "MEMBAR",
@@ -157,8 +164,20 @@ def test_an_arrival_without_one_of_its_fences_is_seen(
 ACQUIRE_MATH = "shell.template acquire<Group::kMath>();"
 READ_X = "load<kWidth>(x, shell.template pointer<float>(Slots::kX) + at);"
 FAULTS = {
-    "no acquire": ("L0", "shells/grid.cuh", "const {\n    ptx::grid_dependency_wait();", "const {", "LDG"),
-    "no acquire, loaders": ("B0", "shells/grid.cuh", "const {\n    ptx::grid_dependency_wait();", "const {", "UTMALDG"),
+    "no acquire": (
+        "L0",
+        "shells/grid.cuh",
+        "const {\n    if constexpr (Part::kWaits) ptx::grid_dependency_wait();",
+        "const {",
+        "LDG",
+    ),
+    "no acquire, loaders": (
+        "B0",
+        "shells/grid.cuh",
+        "const {\n    if constexpr (Part::kWaits) ptx::grid_dependency_wait();",
+        "const {",
+        "UTMALDG",
+    ),
     "early load": ("L0", "ops/scale_bias_relu.cuh", f"{ACQUIRE_MATH}\n    {READ_X}", READ_X + ACQUIRE_MATH, "slot 0"),
     "early read-only load": (
         "L0",
@@ -199,6 +218,22 @@ FAULTS = {
         "shell.map(GemmSlots::kInputMap)",
         "slot 1",
     ),
+    "queries among old keys": (
+        "E1",
+        "ops/paged_score.cuh",
+        "if (mine && lane < ahead) issue_keys(shell, page.place);",
+        "if (mine && lane < ahead) { issue_keys(shell, page.place); issue_queries(shell, block); }",
+        "slot 0",
+    ),
+    "head weights are early": (
+        "E1",
+        "ops/paged_score.cuh",
+        f"const QueryBlock block(shell, tile);\n    {ACQUIRE_MATH}",
+        "const QueryBlock block(shell, tile); access::store_shared(head_weights(shell, shell.lane()),"
+        " shell.template pointer<float>(ScoreSlots::kHeadWeights)[shell.lane()]);" + ACQUIRE_MATH,
+        "slot 3",
+    ),
+    "new keys do not wait": ("E1", "ops/paged_score.cuh", "shell.template acquire<Group::kInputs>();", "", "slot 0"),
 }
 
 
@@ -259,6 +294,22 @@ def test_a_bad_config_file_is_bad_input(
     path.write_text(text)
     assert cli.main(["lint", "pdl_chain", "--device", "sim:h200", "--config", str(path)]) == 2
     assert message in capsys.readouterr().err
+
+
+@needs_disassembler
+def test_a_construction_that_cannot_say_the_plan_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = CmpSpace(build_chain(PdlChainShape(layers=2)), H200)
+    config = replace(serial(space), launch_completion=frozenset({("L0", "L1")}))
+    (tmp_path / "config.json").write_text(json.dumps(to_json(config)))
+    command = ["lint", "pdl_chain", "--layers", "2", "--device", "sim:h200", "--config", str(tmp_path / "config.json")]
+    assert cli.main([*command, "--construction", "streams"]) == 2
+    assert "construction streams: L1 follows L0 on a stream" in capsys.readouterr().err
+    edge = PlanEdge("A0", "D1f", EdgeKind.ORDINARY)
+    monkeypatch.setattr(cli, "lint_config", lambda spec, path: ((edge,), []))
+    assert cli.main([*command, "--construction", "streams"]) == 0
+    assert capsys.readouterr().out == "stream order adds the ordinary edge A0 -> D1f\n"
 
 
 def test_without_nvdisasm_the_extra_is_named(
@@ -323,7 +374,7 @@ def test_sound_code_passes(code: tuple[str, ...]) -> None:
         (("EXIT", "STG.E [R2.64], R4"), "not understood"),
         ((WEIGHT, "LD.E R4, [R2.64]", "EXIT"), "no wait before it"),
         (("LDC.64 R2, c[0x0][0x220]", "LDG.E.CONSTANT R4, desc[UR4][R2.64]", "EXIT"), "slot 2"),
-        (("LDC.64 R2, c[0x0][0x218]", LOAD, "EXIT"), "from no weight"),
+        (("LDC.64 R2, c[0x0][0x218]", LOAD, "EXIT"), "from no constant"),
         (("LDC.64 R2, c[0x0][R1+0x210]", LOAD, "EXIT"), "cannot be traced"),
         ((WEIGHT, LOAD, "IADD3 R2, P0, R2, R4, RZ", LOAD, "EXIT"), "cannot be traced"),
         ((WEIGHT, "@P0 LDC.64 R2, c[0x0][0x228]", LOAD, "EXIT"), "slot 3"),

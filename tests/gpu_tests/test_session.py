@@ -10,6 +10,7 @@ import pytest
 
 from backends.base import SessionSpec
 from backends.errors import DeviceError
+from backends.plan.launches import delayed
 from backends.sessions import open_session
 from benchmarks.verdicts import check_both_shells
 from search_spaces.cmp import default, serial
@@ -36,7 +37,8 @@ def test_a_missing_edge_is_seen_as_wrong_bits(session: Any) -> None:
     """The reader starts with its producer, which sleeps after its trigger: poison must reach the outputs."""
     run = session.prepare(default(session.space))
     assert session.verify(run).passed
-    plan = replace(run.plan, edges=tuple(e for e in run.plan.edges if (e.producer, e.consumer) != ("B0f", "D0")))
+    kept = tuple(e for e in run.plan.edges if (e.producer, e.consumer) != ("B0f", "D0"))
+    plan = delayed(replace(run.plan, edges=kept))
     raced = replace(run, plan=plan, graphs=[session._graph(plan, 0, 100)])
     verdict = session.verify(raced)
     raced.close()
@@ -48,6 +50,7 @@ def test_a_missing_edge_is_seen_as_wrong_bits(session: Any) -> None:
 def test_delayed_producers_change_no_bit(session: Any) -> None:
     run = session.prepare(default(session.space))
     assert session.verify(run).passed
+    session.kernels.build(delayed(run.plan).binaries())
     for trigger in ("entry", "set_up", "weights_issued", "inputs_read", "stored"):
         config = default(session.space)
         ops = {name: replace(schedule, trigger=trigger) for name, schedule in config.ops.items()}

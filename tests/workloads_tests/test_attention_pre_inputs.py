@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="the inputs are torch tensors")
 
+from backends.cuda import jit  # noqa: E402
 from workloads.attention_pre.graph import build_graph, num_pages  # noqa: E402
 from workloads.attention_pre.inputs import make_inputs, refresh  # noqa: E402
 from workloads.attention_pre.shapes import AttentionPreShape  # noqa: E402
@@ -107,3 +112,38 @@ def test_requests_share_ranges_of_pages() -> None:
         shape = AttentionPreShape(requests=2, tokens=1, kv=130, tp=8)
         low, high = refresh(shape, {"hidden": torch.zeros(1)}, seed)["block_table"].aminmax(dim=1)
         assert int(low.max()) < int(high.min())
+
+
+def old_page_rule() -> str:
+    """The device code's own words for "page `page` of a request is constant in this run", which happen to be Python."""
+    text = (jit.INCLUDE / "spantune" / "ops" / "paged_score.cuh").read_text()
+    (rule,) = re.findall(r"bool old\(int first_context\) const \{ return exists && (.*?); \}", text)
+    return str(rule)
+
+
+@given(
+    requests=st.integers(1, 4),
+    tokens=st.integers(1, 8),
+    kv=st.integers(1, 300),
+    skip=st.booleans(),
+    seed=st.integers(0, 9),
+)
+@settings(max_examples=60, deadline=None)
+def test_old_pages_hold_no_slot_of_this_step(requests: int, tokens: int, kv: int, skip: bool, seed: int) -> None:
+    """What the score reads before its wait: all pages but those of this step, two at most, and nothing poisoned."""
+    shape = AttentionPreShape(requests=requests, tokens=min(tokens, kv), kv=kv, tp=8)
+    tensors = refresh(shape, {"hidden": torch.zeros(1)}, seed, skip_slot=skip)
+    contexts, table = tensors["context_lens"].view(requests, -1), tensors["block_table"]
+    assert bool((contexts.diff(dim=1) == 1).all()), "neighbours of one request ascend"
+    rule, written = compile(old_page_rule(), "old page", "eval"), set((tensors["slot_mapping"] // 64).tolist())
+    for request in range(requests):
+        first_context = int(contexts[request, 0])
+        old = [
+            page
+            for page in range(shape.pages_per_request)
+            if eval(rule, {"page": page, "first_context": first_context, "kPageTokens": 64})
+        ]
+        places = table[request, old].long()
+        assert not written & set(places.tolist())
+        assert len(old) >= int(contexts[request, -1]) // 64 - 1
+        assert not bool((tensors["indexer_cache"][places, 64 * 128 :].view(torch.float32)).isnan().any())

@@ -92,8 +92,9 @@ def check_operands(kind: OpKind, op: Op, graph: OpGraph, tiling: Tiling) -> None
         if isinstance(operand, TensorMapSpec):
             size = {"u8": 1, "bf16": 2, "f32": 4}[operand.element]
             spans = [(extent - 1) * step for extent, step in zip(operand.dims, (size, *operand.strides), strict=True)]
-            assert sum(spans) + size <= graph.tensors[operand.tensor].bytes
-            assert operand.box[0] * size == 128, "a swizzled row is 128 bytes"
+            assert operand.offset_bytes + sum(spans) + size <= graph.tensors[operand.tensor].bytes
+            assert not operand.swizzle or operand.box[0] * size == 128, "a swizzled row is 128 bytes"
+            assert operand.offset_bytes % 16 == 0 and operand.box[0] * size % 16 == 0
             assert all(stride % 16 == 0 for stride in operand.strides)
             assert all(extent <= 256 for extent in operand.box)
         elif isinstance(operand, Pointer):

@@ -14,6 +14,7 @@ from typing import Any
 
 from backends.base import Executable, Session
 from backends.errors import BuildFailed, CudaFailed, GraphMismatch, MeasurementVoid, UnsafePlan
+from backends.measure.readings import paired_readings
 from backends.measure.stats import hodges_lehmann, paired_ratio
 from results.record import Outcome, TrialRecord
 from search_spaces.config import from_json
@@ -23,8 +24,6 @@ from tuner.executors.base import Job, JobKind
 
 TOGETHER = -1  # reported instead of a config's index while several are replayed in turn
 REFERENCE = -2  # reported while the reference is built and checked
-VOID_RETRIES = 3
-CHUNK_ROUNDS = 20  # rounds of one measuring call: each call must end within the parent's step deadline
 OUT_OF_MEMORY = 2
 
 Report = Callable[..., None]
@@ -150,25 +149,7 @@ class Scorer:
         return self._read(executables, race.FULL_ROUNDS - race.FIRST_ROUNDS)
 
     def _read(self, executables: list[Executable], rounds: int) -> list[list[float]]:
-        """Paired readings, in calls of at most `CHUNK_ROUNDS` rounds; a void call is repeated."""
-        readings: list[list[float]] = [[] for _ in executables]
-        left, voids = rounds, 0
-        while left:
-            count = min(left, CHUNK_ROUNDS)
-            try:
-                found = self._session.measure(executables, count)
-            except MeasurementVoid:
-                voids += 1
-                if voids > VOID_RETRIES:
-                    raise
-                continue
-            if any(us <= 0 for new in found for us in new):
-                raise MeasurementVoid("a span is not longer than the empty bracket that is subtracted from it")
-            for mine, new in zip(readings, found, strict=True):
-                mine += new
-            left -= count
-            self._report("alive")
-        return readings
+        return paired_readings(self._session, executables, rounds, lambda: self._report("alive"))
 
     def _record(
         self, job: Job, entry: _Ready, outcome: Outcome, samples: list[float], base: list[float], seconds: float

@@ -24,6 +24,8 @@ from workloads.ops.index_query_finalise import index_query_finalise
 from workloads.ops.paged_score import paged_score
 from workloads.ops.qkv_finalise import qkv_finalise
 
+# The order in which the published ablation of this layer adds ops.
+STAGES = (("A0",), ("C0",), ("B1", "B1f"), ("B0", "B0f"), ("D0",), ("D1", "D1f"), ("D2",), ("E1",))
 SPARE_PAGES = 4  # pages that no request owns, so that a stray write is seen
 
 

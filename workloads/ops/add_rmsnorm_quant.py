@@ -1,11 +1,13 @@
-"""Residual add, RMSNorm, and FP8 of the norm per 128 values: one token a tile."""
+"""Residual add, RMSNorm, and FP8 of the norm per 128 values: 2048 values of a token a tile."""
 
 from __future__ import annotations
 
 from workloads.errors import WorkloadError
 from workloads.graph import Op, OpGraph
-from workloads.ops.base import K_BLOCK, Domain, Operand, Pointer, Region, Splits, Tile, Tiling, rows_of
+from workloads.ops.base import K_BLOCK, MATH_THREADS, Domain, Operand, Pointer, Region, Splits, Tile, Tiling, rows_of
 from workloads.ops.row_op import RowOp, float_bits
+
+WIDTH = MATH_THREADS * 8  # values of a tile
 
 
 def add_rmsnorm_quant(
@@ -43,7 +45,7 @@ def add_rmsnorm_quant(
 
 
 class AddRmsnormQuant(RowOp):
-    """See `add_rmsnorm_quant`."""
+    """See `add_rmsnorm_quant`. Every tile of a token reads the token's whole row, for the mean."""
 
     name = "add_rmsnorm_quant"
     constants = ("hidden_size",)
@@ -60,15 +62,17 @@ class AddRmsnormQuant(RowOp):
     )
 
     def domain(self, op: Op, graph: OpGraph, tiling: Tiling) -> Domain:
-        return Domain(graph.tensors[op.tensor("hidden")].shape[0], 1)
+        m, size = graph.tensors[op.tensor("hidden")].shape
+        return Domain(m, -(-size // WIDTH))
 
     def reads(self, op: Op, graph: OpGraph, tiling: Tiling, tile: Tile, splits: Splits) -> tuple[Region, ...]:
         return tuple(rows_of(graph, op.tensor(r), tile.m, tile.m + 1) for r in ("hidden", "residual"))
 
     def writes(self, op: Op, graph: OpGraph, tiling: Tiling, tile: Tile) -> tuple[Region, ...]:
-        rows = [rows_of(graph, op.tensor(r), tile.m, tile.m + 1) for r in ("residual_out", "norm_out", "quantised")]
-        blocks = int(op.params["hidden_size"]) // K_BLOCK
-        return (*rows, Region(op.tensor("scale"), ((0, blocks), (tile.m, tile.m + 1))))
+        row, first = (tile.m, tile.m + 1), tile.n * WIDTH
+        last = min(first + WIDTH, int(op.params["hidden_size"]))
+        parts = [Region(op.tensor(r), (row, (first, last))) for r in ("residual_out", "norm_out", "quantised")]
+        return (*parts, Region(op.tensor("scale"), ((first // K_BLOCK, last // K_BLOCK), row)))
 
     def operands(self, op: Op, graph: OpGraph, tiling: Tiling, splits: Splits) -> tuple[Operand, ...]:
         pointers = tuple(Pointer(op.tensor(role)) for role in self.slots[:7])

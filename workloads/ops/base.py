@@ -131,11 +131,17 @@ Splits = Mapping[str, int]  # partial tensor -> number of splits
 
 
 class OpKind(ABC):
-    """The definition of one kind of op. Instances are stateless; one per kind lives in `workloads.ops.KINDS`."""
+    """The definition of one kind of op. Instances are stateless; one per kind lives in `workloads.ops.KINDS`.
+
+    `early_slots` are operand slots that device code may read before its inputs are ready although they hold no weight:
+    tables that the caller wrote, and caches, of which it reads only what no op of the run writes. Why that holds is
+    stated where the op is defined; the lint believes it.
+    """
 
     name: ClassVar[str]
     loaders: ClassVar[bool]  # has a W loader and an A loader warp besides the math group
     slots: ClassVar[tuple[str, ...]]  # operand slots, in the order of the device enum
+    early_slots: ClassVar[tuple[str, ...]] = ()
     tiled: ClassVar[bool] = True  # whether the binary depends on the tiling at all
     constants: ClassVar[tuple[str, ...]] = ()  # op parameters that are template arguments
 

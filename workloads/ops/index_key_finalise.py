@@ -1,11 +1,11 @@
-"""Finaliser of the indexer key projection: LayerNorm, rotation, Hadamard, FP8, cache write; eight tokens a tile."""
+"""Finaliser of the indexer key projection: LayerNorm, rotation, Hadamard, FP8, cache write; one token a tile."""
 
 from __future__ import annotations
 
 from workloads.errors import WorkloadError
 from workloads.graph import Op, OpGraph
 from workloads.ops.base import Domain, Operand, Pointer, Region, Splits, Tile, Tiling, whole
-from workloads.ops.row_op import MATH_WARPS, RowOp, float_bits
+from workloads.ops.row_op import RowOp, float_bits
 
 WIDTH = 128
 
@@ -48,13 +48,12 @@ class IndexKeyFinalise(RowOp):
     slots = ("partial", "weight", "bias", "positions", "slots", "cos_sin", "cache", "splits", "m", "eps")
 
     def domain(self, op: Op, graph: OpGraph, tiling: Tiling) -> Domain:
-        return Domain(-(-graph.tensors[op.tensor("partial")].shape[0] // MATH_WARPS), 1)
+        return Domain(graph.tensors[op.tensor("partial")].shape[0], 1)
 
     def reads(self, op: Op, graph: OpGraph, tiling: Tiling, tile: Tile, splits: Splits) -> tuple[Region, ...]:
         partial = op.tensor("partial")
-        m, columns = graph.tensors[partial].shape
-        rows = (tile.m * MATH_WARPS, min((tile.m + 1) * MATH_WARPS, m))
-        return (Region(partial, ((0, splits[partial]), rows, (0, columns))),)
+        columns = graph.tensors[partial].shape[1]
+        return (Region(partial, ((0, splits[partial]), (tile.m, tile.m + 1), (0, columns))),)
 
     def writes(self, op: Op, graph: OpGraph, tiling: Tiling, tile: Tile) -> tuple[Region, ...]:
         return (whole(graph, op.tensor("cache")),)

@@ -2,6 +2,13 @@
 
 Keys lie in pages of 64 tokens: 64 keys of 128 e4m3, then 64 fp32 scales. A request's block table names its pages, and
 each token has a context length of its own; logits at or past it are left as they are.
+
+What the device code reads before the wait rests on this contract with the caller:
+
+- The block table and the context lengths are complete before the first op of a run starts, and constant in it.
+- Tokens of one request are neighbours with ascending context lengths, each its position plus one.
+- A run writes keys only at positions from its request's first token on, `context_lens[first] - 1`. So page p of a
+  request is old, that is constant in the run, if (p + 1) * 64 < context_lens[first]. Requests share old pages only.
 """
 
 from __future__ import annotations
@@ -68,14 +75,17 @@ def paged_score(
 
 
 class PagedScore(OpKind):
-    """fp32 logits. A tile is one request x `block_m` of its tokens x `rows` cache positions."""
+    """fp32 logits. A tile is one request x `block_m` of its tokens x `rows` cache positions.
+
+    The stages that `w_ahead` counts are pages: so many old ones of a tile may be issued before the wait.
+    """
 
     name = "paged_score"
     loaders = True
     slots = (
         "query_map",
         "key_map",
-        "cache",
+        "scale_map",
         "head_weights",
         "block_table",
         "context_lens",
@@ -84,6 +94,7 @@ class PagedScore(OpKind):
         "pages",
         "stride",
     )
+    early_slots = ("key_map", "scale_map", "block_table", "context_lens")
     constants = ("heads",)
 
     def tunables(self, op: Op, graph: OpGraph) -> Mapping[str, tuple[int | str, ...]]:
@@ -92,7 +103,7 @@ class PagedScore(OpKind):
             "core": ("mma_sync", "wgmma"),
             # The largest covers a request at once; a block's rows past the request's tokens are computed, not stored.
             "block_m": tuple(b for b in (8, 4, 2, 1) if b < 2 * tokens),
-            "rows": (128, 256, 512),
+            "rows": (128, 256, 512, 64),
             "ctas_per_sm": (2, 1),
         }
 
@@ -132,7 +143,15 @@ class PagedScore(OpKind):
                 (KEY_BYTES, CACHE_PAGE_BYTES),
                 (KEY_BYTES, PAGE_TOKENS, 1),
             ),
-            Pointer(op.tensor("cache")),
+            TensorMapSpec(
+                op.tensor("cache"),
+                (PAGE_TOKENS, cache_pages),
+                (CACHE_PAGE_BYTES,),
+                (PAGE_TOKENS, 1),
+                element="f32",
+                swizzle=False,
+                offset_bytes=PAGE_TOKENS * KEY_BYTES,
+            ),
             Pointer(op.tensor("head_weights")),
             Pointer(op.tensor("block_table")),
             Pointer(op.tensor("context_lens")),
@@ -144,7 +163,7 @@ class PagedScore(OpKind):
 
     def pages(self, op: Op, tiling: Tiling) -> int:
         queries = tiling.block_m * int(op.params["heads"])
-        return tiling.rows * KEY_BYTES // PAGE_BYTES + -(-queries * KEY_BYTES // PAGE_BYTES)
+        return -(-tiling.rows * KEY_BYTES // PAGE_BYTES) + -(-queries * KEY_BYTES // PAGE_BYTES)
 
     def weight_bytes(self, op: Op, graph: OpGraph) -> int:
         """Bytes of the cache pages of all requests: old keys are streamed like weights."""

@@ -1,4 +1,4 @@
-"""Finaliser of the fused q_a | kv_a | k_pe projection: per token, one tile for q and one for latent and rotary key."""
+"""Finaliser of the fused q_a | kv_a | k_pe projection: per token a tile for q, for latent and for rotary key."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from workloads.graph import Op, OpGraph
 from workloads.ops.base import K_BLOCK, Domain, Operand, Pointer, Region, Splits, Tile, Tiling, rows_of, whole
 from workloads.ops.row_op import RowOp, float_bits
 
-KV_COLUMNS = 512 + 64  # latent and rotary key
+LATENT = 512
+KV_COLUMNS = LATENT + 64  # latent and rotary key
 MAX_Q = 2048  # 8 values of q a thread
 
 
@@ -72,16 +73,16 @@ class QkvFinalise(RowOp):
     )
 
     def domain(self, op: Op, graph: OpGraph, tiling: Tiling) -> Domain:
-        return Domain(graph.tensors[op.tensor("partial")].shape[0], 2)
+        return Domain(graph.tensors[op.tensor("partial")].shape[0], 3)
 
     def reads(self, op: Op, graph: OpGraph, tiling: Tiling, tile: Tile, splits: Splits) -> tuple[Region, ...]:
         partial = op.tensor("partial")
         columns, q = graph.tensors[partial].shape[1], int(op.params["q_size"])
-        cut = (0, q) if tile.n == 0 else (q, columns)
+        cut = ((0, q), (q, q + LATENT), (q + LATENT, columns))[tile.n]
         return (Region(partial, ((0, splits[partial]), (tile.m, tile.m + 1), cut)),)
 
     def writes(self, op: Op, graph: OpGraph, tiling: Tiling, tile: Tile) -> tuple[Region, ...]:
-        if tile.n == 1:
+        if tile.n > 0:
             return (whole(graph, op.tensor("cache")),)
         blocks = int(op.params["q_size"]) // K_BLOCK
         scale = Region(op.tensor("q_scale"), ((0, blocks), (tile.m, tile.m + 1)))

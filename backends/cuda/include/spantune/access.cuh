@@ -5,14 +5,32 @@
 
 namespace spantune::access {
 
-// 16 bytes that no op writes (weights) through the read-only path. Volatile: a load that stands before an acquire is
+// 8 or 16 bytes that no op writes (weights) through the read-only path. Volatile: a load that stands before an acquire is
 // issued before it, which is the point of reading weights early.
 SPANTUNE_DEVICE void load_constant(uint32_t (&v)[4], const void* address) {
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
                : "l"(address));
 }
+SPANTUNE_DEVICE void load_constant(uint32_t (&v)[2], const void* address) {
+  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "l"(address));
+}
+SPANTUNE_DEVICE void load_constant(float2& v, const float* address) {
+  asm volatile("ld.global.nc.L1::no_allocate.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(address));
+}
+SPANTUNE_DEVICE void load_constant(float4& v, const float* address) {
+  asm volatile("ld.global.nc.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "l"(address));
+}
 SPANTUNE_DEVICE void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+
+// An entry of a table that no op of the run writes. Not read-only: the assembler moves such loads behind an acquire.
+SPANTUNE_DEVICE int load_entry(const int* address) {
+  int value;
+  asm volatile("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
 
 // 16 bytes that another op wrote.
 SPANTUNE_DEVICE void load_mutable(uint32_t (&v)[4], const void* address) {
@@ -29,6 +47,21 @@ SPANTUNE_DEVICE float4 load_mutable_float4(const float* address) {
                : "l"(address)
                : "memory");
   return v;
+}
+// 4 or 16 bytes that another op wrote, if `index` is below `count`; else `v` holds nothing. Predicated: a branch around
+// each of several loads would put its own latency between them.
+SPANTUNE_DEVICE void load_mutable_below(float& v, const float* address, int index, int count) {
+  asm volatile("{\n.reg .pred is_below;\nsetp.lt.s32 is_below, %2, %3;\n@is_below ld.global.f32 %0, [%1];\n}"
+               : "=f"(v)
+               : "l"(address), "r"(index), "r"(count)
+               : "memory");
+}
+SPANTUNE_DEVICE void load_mutable_below(float4& v, const float* address, int index, int count) {
+  asm volatile(
+      "{\n.reg .pred is_below;\nsetp.lt.s32 is_below, %5, %6;\n@is_below ld.global.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+      : "l"(address), "r"(index), "r"(count)
+      : "memory");
 }
 
 SPANTUNE_DEVICE float load_shared(uint32_t address) {

@@ -33,14 +33,36 @@ SPANTUNE_DEVICE uint32_t floats_to_e4m3x4(float a, float b, float c, float d) {
   return floats_to_e4m3x2(a, b) | (static_cast<uint32_t>(floats_to_e4m3x2(c, d)) << 16);
 }
 
-// Power-of-two activation scale of a 128-group: 2^ceil(log2(max(amax, 1e-4) / 448)), from the exponent bits.
+// Power-of-two activation scale of a 128-group: 2^ceil(log2(max(amax, 1e-4) / 448)), infinite if amax is. 448 is 1.75
+// times 2^8, so the exponent is that of amax less 8, and one more where the significand exceeds 1.75: the bits of the
+// rounded quotient's, without a division.
 SPANTUNE_DEVICE float pow2_scale(float amax) {
-  const uint32_t bits = __float_as_uint(__fdiv_rn(fmaxf(amax, 1e-4f), 448.0f));
-  const uint32_t exponent = (bits >> 23) + ((bits & 0x7fffffu) != 0);
-  return __uint_as_float(exponent << 23);
+  const uint32_t bits = __float_as_uint(fmaxf(amax, 1e-4f));
+  const uint32_t scale = ((bits + 0x1fffffu) & 0x7f800000u) - (8u << 23);
+  return __uint_as_float(bits < 0x7f800000u ? scale : bits);
 }
 // Exact reciprocal of a normal power of two.
 SPANTUNE_DEVICE float pow2_reciprocal(float scale) { return __uint_as_float((254u << 23) - __float_as_uint(scale)); }
+
+// Quotients by one positive divisor, as e4m3 keeps them: rounded to nearest like __fdiv_rn from 2^-10 on, and below it,
+// where e4m3 knows zeros alone, with the right sign. One reciprocal serves all of them, and no quotient branches.
+class Divisor {
+ public:
+  explicit SPANTUNE_DEVICE Divisor(float divisor) : divisor_(divisor) {
+    float estimate;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(divisor));
+    reciprocal_ = __fmaf_rn(estimate, __fmaf_rn(-divisor, estimate, 1.0f), estimate);
+  }
+  // Whether remainders and the reciprocal stay normal.
+  SPANTUNE_DEVICE bool serves() const { return divisor_ > 0x1p-80f && divisor_ < 0x1p120f; }
+  SPANTUNE_DEVICE float quotient(float value) const {
+    const float estimate = __fmul_rn(value, reciprocal_);
+    return __fmaf_rn(-__fmaf_rn(estimate, divisor_, -value), reciprocal_, estimate);
+  }
+
+ private:
+  float divisor_, reciprocal_;
+};
 
 struct Pair {
   float even, odd;

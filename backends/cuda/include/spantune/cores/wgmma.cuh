@@ -13,12 +13,25 @@ struct WgmmaCore {
   // tile, so the warpgroup's rows start at first_row rounded down to 64.
   template <int kTokens>
   static SPANTUNE_DEVICE void k_block(float (&acc)[kTokens / 2], uint32_t w_tile, int first_row, uint32_t x_tile, int) {
-    const uint64_t w = descriptor(w_tile + (first_row & ~63) * 128), x = descriptor(x_tile);
+    start<kTokens>(acc, w_tile + (first_row & ~63) * 128, x_tile);
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  }
+
+  // The same for the 64 rows at `w_rows`, without waiting: `acc` is not to be touched before `finish`.
+  template <int kTokens>
+  static SPANTUNE_DEVICE void start(float (&acc)[kTokens / 2], uint32_t w_rows, uint32_t x_tile) {
+    const uint64_t w = descriptor(w_rows), x = descriptor(x_tile);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
     for (int k = 0; k < 4; ++k) multiply(acc, w + k * 2, x + k * 2, k > 0);  // 32 bytes of K are 2 in a descriptor
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  }
+  // Waits for all but the last kLeft that were started, and so for `acc`.
+  template <int kLeft, int kCount>
+  static SPANTUNE_DEVICE void finish(float (&acc)[kCount]) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(acc[i])::"memory");  // no use moves up
   }
 
  private:

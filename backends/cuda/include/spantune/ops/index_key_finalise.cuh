@@ -1,5 +1,7 @@
 // Finaliser of the indexer key projection: sums the splits, rounds to bf16, LayerNorm, rotation of the first 64 values,
-// Hadamard, FP8 with one power-of-two scale, into the page-blocked cache. One warp a token, 8 tokens a tile.
+// Hadamard, FP8 with one power-of-two scale, into the page-blocked cache. One token a tile: four warps sum
+// one element a thread, so that the loads of many splits are under way at once; a fifth fetches the rest meanwhile (it
+// waits twice for memory, for the position and for the position's row of the table) and then holds the token.
 // Template parameters: whether the Hadamard transform is applied, whether pairs are (i, i + 32).
 #pragma once
 
@@ -16,35 +18,50 @@ struct IndexKeyFinalise {
   using Slots = IndexKeyFinaliseSlots;
   static constexpr bool kHasLoaders = false;
   static constexpr int kPages = 0, kBarriers = 0;
-  static constexpr int kWidth = 128, kRope = 64, kPageTokens = 64, kPageBytesOfCache = kPageTokens * (kWidth + 4);
+  static constexpr int kWidth = 128, kPageTokens = 64, kPageBytesOfCache = kPageTokens * (kWidth + 4);
+  static constexpr int kInFlight = 24;  // splits whose loads are under way at once
   static SPANTUNE_DEVICE int arrivals(int) { return 0; }
 
   template <class Shell>
   static SPANTUNE_DEVICE void math(const Shell& shell, const Tile& tile) {
-    const int lane = shell.lane(), m_total = shell.scalar(Slots::kM), m = tile.m * kMathWarps + shell.math_warp();
-    const float4 weight = __ldg(reinterpret_cast<const float4*>(shell.template pointer<float>(Slots::kWeight)) + lane);
-    const float4 bias = __ldg(reinterpret_cast<const float4*>(shell.template pointer<float>(Slots::kBias)) + lane);
-    if (shell.math_thread() == 0) shell.announce(Point::kWeightsIssued);
+    const int thread = shell.math_thread(), lane = shell.lane(), m = tile.m;
+    const bool sums = thread < kWidth, finishes = shell.math_warp() == kWidth / kWarpLanes;
+    float4 weight{}, bias{};
+    if (finishes) {
+      access::load_constant(weight, shell.template pointer<float>(Slots::kWeight) + lane * 4);
+      access::load_constant(bias, shell.template pointer<float>(Slots::kBias) + lane * 4);
+    }
+    if (thread == 0) shell.announce(Point::kWeightsIssued);
     shell.template acquire<Group::kMath>();
-    if (m < m_total) finalise(shell, m, m_total, lane, weight, bias);
+    int64_t slot = -1;
+    row::Rotation<kNeox> rotation{};
+    if (sums) {
+      const float* first = shell.template pointer<float>(Slots::kPartial) + static_cast<int64_t>(m) * kWidth + thread;
+      float sum[1];
+      row::SplitSum<float, 1, kInFlight>(first, shell.scalar(Slots::kM) * kWidth, shell.scalar(Slots::kSplits)).add(sum);
+      access::store_shared(shell.scratch() + thread * 4, sum[0]);
+    } else if (finishes) {
+      const int position = shell.template pointer<int>(Slots::kPositions)[m];
+      slot = shell.template pointer<int64_t>(Slots::kSlots)[m];
+      rotation.load(shell.template pointer<float>(Slots::kCosSin), position, lane);
+    }
+    shell.sync_math();
+    if (thread == 0) shell.announce(Point::kInputsRead);
+    if (finishes) finish(shell, lane, slot, weight, bias, rotation);
     shell.release();
     shell.sync_math();
-    if (shell.math_thread() == 0) {
-      shell.announce(Point::kInputsRead);
-      shell.announce(Point::kStored);
-    }
+    if (thread == 0) shell.announce(Point::kStored);
   }
 
  private:
   template <class Shell>
-  static SPANTUNE_DEVICE void finalise(const Shell& shell, int m, int m_total, int lane, float4 weight, float4 bias) {
-    const int64_t slot = shell.template pointer<int64_t>(Slots::kSlots)[m];
-    const int position = shell.template pointer<int>(Slots::kPositions)[m];
-    const float* first = shell.template pointer<float>(Slots::kPartial) + static_cast<int64_t>(m) * kWidth + lane * 4;
-    float4 v = row::sum_splits<12>(first, static_cast<int64_t>(m_total) * kWidth, shell.scalar(Slots::kSplits));
+  static SPANTUNE_DEVICE void finish(const Shell& shell, int lane, int64_t slot, float4 weight, float4 bias,
+                                     const row::Rotation<kNeox>& rotation) {
+    const uint4 bits = access::load_shared_16(shell.scratch() + lane * 16);
+    float4 v = make_float4(__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z),
+                           __uint_as_float(bits.w));
     v = normalise(shell, row::round_to_bf16(v), weight, bias);
-    const float* table = shell.template pointer<float>(Slots::kCosSin) + static_cast<int64_t>(position) * kRope;
-    v = row::round_to_bf16(row::rotate_head<kNeox>(v, table, lane));
+    v = row::round_to_bf16(rotation.turn(v, lane));
     if constexpr (kHadamard) v = row::hadamard(v, lane);
     const float scale = numerics::pow2_scale(numerics::warp_max(row::largest(v)));
     if (slot < 0) return;

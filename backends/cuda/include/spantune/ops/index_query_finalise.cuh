@@ -17,7 +17,8 @@ struct IndexQueryFinalise {
   using Slots = IndexQueryFinaliseSlots;
   static constexpr bool kHasLoaders = false;
   static constexpr int kPages = 0, kBarriers = 0;
-  static constexpr int kWidth = 128, kRope = 64;
+  static constexpr int kWidth = 128;
+  static constexpr int kInFlight = 8;  // splits whose loads are under way at once
   static_assert(kHeads % kMathWarps == 0, "whole tiles of heads");
   static SPANTUNE_DEVICE int arrivals(int) { return 0; }
 
@@ -34,14 +35,18 @@ struct IndexQueryFinalise {
     const float low = lane < gate_splits ? gates[lane * gate_stride] : 0.0f;
     const float high = lane + 32 < gate_splits ? gates[(lane + 32) * gate_stride] : 0.0f;
     const int64_t item = static_cast<int64_t>(m) * kHeads + head;
-    float4 v = row::sum_splits<4>(shell.template pointer<float>(Slots::kPartial) + item * kWidth + lane * 4,
-                                  static_cast<int64_t>(m_total) * kHeads * kWidth, shell.scalar(Slots::kSplits));
-    const float* table = shell.template pointer<float>(Slots::kCosSin) + static_cast<int64_t>(position) * kRope;
-    v = row::round_to_bf16(row::rotate_head<kNeox>(row::round_to_bf16(v), table, lane));
+    row::SplitSum<float4, 1, kInFlight> partial(
+        shell.template pointer<float>(Slots::kPartial) + item * kWidth + lane * 4, m_total * kHeads * kWidth,
+        shell.scalar(Slots::kSplits));
+    row::Rotation<kNeox> rotation;
+    rotation.load(shell.template pointer<float>(Slots::kCosSin), position, lane);
     if (shell.math_thread() == 0) shell.announce(Point::kInputsRead);
+    const float gate = sum_gate(low, high, gate_splits);  // while the table's row is on its way
+    float4 sum[1];
+    partial.add(sum);
+    float4 v = row::round_to_bf16(rotation.turn(row::round_to_bf16(sum[0]), lane));
     if constexpr (kHadamard) v = row::hadamard(v, lane);
     const float scale = numerics::pow2_scale(numerics::warp_max(row::largest(v)));
-    const float gate = sum_gate(low, high, gate_splits);
     *reinterpret_cast<uint32_t*>(shell.template pointer<uint8_t>(Slots::kQuantised) + item * kWidth + lane * 4) =
         row::quantise(v, scale);
     if (lane == 0)

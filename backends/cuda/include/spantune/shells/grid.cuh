@@ -25,7 +25,7 @@ struct alignas(64) GridArgs {
   int32_t trigger;   // a Point
   int32_t wait;      // a Point: kEntry, kSetUp, or kNone for the acquires alone
   int32_t w_ahead;   // W stages that may be issued before the W loader waits
-  int32_t delay_us;  // fault injection: time between the trigger and everything after it, 0 in every timed plan
+  int32_t delay_us;  // time between the trigger and everything after it, read in delaying builds only
   int32_t n_tiles;   // of the op
   int32_t ctas_x;    // CTAs along n: CTA x takes n tiles x, x + ctas_x, ... (a row op one tile)
   int32_t splits;
@@ -36,19 +36,18 @@ struct alignas(64) GridArgs {
 };
 
 // Parameters of a finaliser whose tiles run as those of its producer arrive, behind the producer's. As large as
-// GridArgs<0>. The producer's tiles form groups of `gathered` tiles, with all splits; a group starts `run` tiles.
+// GridArgs<0>. Groups of the producer's tiles, with all splits, start groups of the finaliser's.
 struct alignas(64) ArrivalArgs {
+  static constexpr int kStarts = 32;
   uint64_t operands[kOperandSlots];
   uint64_t counters;  // one uint32 a group, zero between launches
   uint64_t trace;
-  int32_t gathered_n, gathered_m;
-  int32_t n_tiles, m_tiles, splits;  // of the producer
-  int32_t run_n, run_m;
-  int32_t own_n_tiles, own_m_tiles;  // of the finaliser
+  int32_t gathered_m, m_tiles, splits;  // of the producer: tiles of a group along m, of the op
+  int32_t run_m, own_m_tiles;           // the same of the finaliser
   int32_t groups_n;
-  int32_t sharers;  // CTAs that share a group's tiles, the last to arrive
-  int32_t unused;
-  TensorMap maps[1];
+  int32_t sharers;  // CTAs that share a group's tiles, the last to arrive; no more than arrive
+  int32_t unused[5];
+  short n_starts[kStarts], own_starts[kStarts];  // first tile along n of each group, then the end
 };
 static_assert(sizeof(ArrivalArgs) == sizeof(GridArgs<0>), "blocks of ops without tensor maps are alike");
 
@@ -57,14 +56,45 @@ struct Cta {
   int x, split, m;
 };
 
-template <class Op, int kMaps>
+// One op of a launch. What few schedules ask for is compiled in for those alone: a kernel of a few microseconds feels
+// every line of instructions that it fetches.
+//   kMaps        tensor maps of its operand row
+//   kLoops       whether a CTA takes several tiles in turn (ops with loaders)
+//   kPrefetches  whether it brings weights of a later op into L2
+//   kDelays      fault injection: whether a triggering thread sleeps before it goes on
+//   kWaits       false only where a time without the dependency is wanted; what such a kernel writes means nothing
+template <class OpType, int kMapCount, bool kLoopsOverTiles, bool kPrefetchesWeights, bool kDelaysAfterTrigger,
+          bool kWaitsForProducers>
+struct GridPart {
+  using Op = OpType;
+  using Args = GridArgs<kMapCount>;
+  static constexpr int kMaps = kMapCount;
+  static constexpr bool kLoops = kLoopsOverTiles, kPrefetches = kPrefetchesWeights, kDelays = kDelaysAfterTrigger;
+  static constexpr bool kWaits = kWaitsForProducers;
+  static constexpr int kThreads = kMathThreads + (Op::kHasLoaders ? 2 * kWarpLanes : 0);
+  static_assert(Op::kHasLoaders || !kLoops, "a row op has one CTA a tile");
+
+  // Called by the math group when a tile has stored.
+  template <class Shell>
+  static SPANTUNE_DEVICE void stored(const Shell&, const Tile&) {}
+};
+
+template <class Part>
 class GridShell {
  public:
-  SPANTUNE_DEVICE GridShell(const GridArgs<kMaps>& args, const Cta& cta, uint32_t shared)
-      : args_(args), cta_(cta), shared_(shared) {}
+  using Op = typename Part::Op;
+  static constexpr int kSplitsInFlight = 6;  // partials that a row op loads at once: registers are plenty here
+  SPANTUNE_DEVICE GridShell(const typename Part::Args& args, const Cta& cta, uint32_t shared)
+      : args_(args), cta_(cta), shared_(shared), trigger_(args.trigger) {}
 
-  // Which of its tiles the CTA is about to run.
-  SPANTUNE_DEVICE void begin(bool first, bool last) { first_ = first, last_ = last; }
+  SPANTUNE_DEVICE const typename Part::Args& args() const { return args_; }
+
+  // Which of its tiles the CTA is about to run. A trigger before the inputs are read counts in the CTA's first tile, a
+  // later one in its last.
+  SPANTUNE_DEVICE void begin(bool first, bool last) {
+    const bool counts = args_.trigger < static_cast<int>(Point::kInputsRead) ? first : last;
+    trigger_ = counts ? args_.trigger : static_cast<int>(Point::kNone);
+  }
 
   template <class T>
   SPANTUNE_DEVICE T* pointer(int slot) const {
@@ -85,19 +115,25 @@ class GridShell {
   // Called by every thread of the group.
   template <Group kGroup>
   SPANTUNE_DEVICE void acquire() const {
-    ptx::grid_dependency_wait();
+    if constexpr (Part::kWaits) ptx::grid_dependency_wait();
+  }
+  // The wait that a schedule asks for at a point.
+  SPANTUNE_DEVICE void wait_at(Point point) const {
+    if constexpr (Part::kWaits) {
+      if (args_.wait == static_cast<int>(point)) ptx::grid_dependency_wait();
+    }
   }
   // The end of the kernel publishes the stores.
   SPANTUNE_DEVICE void release() const {}
 
-  // Called by one thread, once a point and tile, in program order. What comes before the inputs are read counts in the
-  // CTA's first tile, the rest in its last.
+  // Called by one thread, once a point and tile, in program order.
   SPANTUNE_DEVICE void announce(Point point) const {
-    const bool counts = point < Point::kInputsRead ? first_ : last_;
-    if (counts && args_.prefetch_at == static_cast<int>(point)) prefetch();
-    if (counts && args_.trigger == static_cast<int>(point)) {
+    if constexpr (Part::kPrefetches) {
+      if (args_.prefetch_at == static_cast<int>(point)) prefetch();
+    }
+    if ((Part::kLoops ? trigger_ : args_.trigger) == static_cast<int>(point)) {
       ptx::launch_dependents();
-      if (args_.delay_us > 0) {
+      if constexpr (Part::kDelays) {
         const uint64_t start = ptx::global_timer();
         while (ptx::global_timer() - start < static_cast<uint64_t>(args_.delay_us) * 1000u) {
         }
@@ -117,16 +153,17 @@ class GridShell {
       ptx::prefetch_bulk(from + at, min(kPiece, args_.prefetch_bytes - at));
   }
 
-  const GridArgs<kMaps>& args_;
+  const typename Part::Args& args_;
   const Cta cta_;
   const uint32_t shared_;
-  bool first_ = true, last_ = true;
+  int trigger_;
 };
 
 // What a finaliser sees of the shell when it runs in its producer's math group. The producer has waited for what both of
 // them need of other kernels, the arrival has ordered the rest, and points are the producer's to announce.
 class ArrivalShell {
  public:
+  static constexpr int kSplitsInFlight = 2;  // the producer's registers are taken
   SPANTUNE_DEVICE ArrivalShell(const ArrivalArgs& args, uint32_t scratch)
       : args_(args), scratch_(opaque(scratch)), thread_(static_cast<int>(opaque(threadIdx.x))) {}
 
@@ -151,7 +188,7 @@ class ArrivalShell {
   const int thread_;
 };
 
-// Called by the math group when a tile of the producer has stored. Answers, to all threads, which share of the group's
+// Called by the math group when one of the `tiles` of a group has stored. Answers, to all threads, which share of the group's
 // tiles this CTA runs: one of 0 to `sharers` - 1 for the last that arrive, when all have arrived; -1 for the others.
 //
 // Order: each thread's stores, the barrier, thread 0's fence, its increment (release, and cumulative over the barrier);
@@ -160,19 +197,15 @@ class ArrivalShell {
 // ld.global: the second fence empties the multiprocessor's L1 before any thread of the CTA passes the barrier, and what
 // is filled later comes from L2, where the stores are. The stores are generic; bulk or tensor stores would have to be
 // waited for and fenced to the generic proxy first.
-SPANTUNE_DEVICE int arrive(const ArrivalArgs& args, int group_n, int group_m) {
+SPANTUNE_DEVICE int arrive(uint32_t* counter, int tiles, int sharers) {
   ptx::named_sync<1, kMathThreads>();
   int share = -1;
   if (threadIdx.x == 0) {
-    const int wide = min(args.gathered_n, args.n_tiles - group_n * args.gathered_n);
-    const int high = min(args.gathered_m, args.m_tiles - group_m * args.gathered_m);
-    const int end = wide * high * args.splits - 1;
-    uint32_t* counter = reinterpret_cast<uint32_t*>(args.counters) + group_m * args.groups_n + group_n;
     ptx::fence_acq_rel_gpu();
-    const int before = static_cast<int>(ptx::increment_relaxed_gpu(counter, static_cast<uint32_t>(end)));
-    share = max(before - (end + 1 - args.sharers), -1);
+    const int before = static_cast<int>(ptx::increment_relaxed_gpu(counter, static_cast<uint32_t>(tiles - 1)));
+    share = max(before - (tiles - sharers), -1);
     if (share >= 0) {
-      if (before != end)
+      if (share < sharers - 1)
         while (ptx::load_relaxed_gpu(counter) != 0) {
         }
       ptx::fence_acq_rel_gpu();
@@ -186,19 +219,6 @@ SPANTUNE_DEVICE int arrive(const ArrivalArgs& args, int group_n, int group_m) {
 // First k-block of split i: the first `left` splits hold one more; the same formula as workloads/ops/base.py.
 SPANTUNE_DEVICE int split_bound(int per_split, int left, int i) { return per_split * i + min(i, left); }
 
-// One op of a launch, with its number of tensor maps.
-template <int kMapCount, class OpType>
-struct GridPart {
-  using Op = OpType;
-  using Args = GridArgs<kMapCount>;
-  static constexpr int kMaps = kMapCount;
-  static constexpr int kThreads = kMathThreads + (Op::kHasLoaders ? 2 * kWarpLanes : 0);
-
-  // Called by the math group when a tile has stored.
-  template <class Shell>
-  static SPANTUNE_DEVICE void stored(const Args&, const Shell&, const Tile&) {}
-};
-
 // A part with a finaliser behind it, without CTAs of its own.
 template <class Producer, class Finaliser>
 struct ArrivalPart {
@@ -207,21 +227,27 @@ struct ArrivalPart {
     ArrivalArgs finaliser;
   };
   static constexpr int kMaps = Producer::kMaps, kThreads = Producer::kThreads;
+  static constexpr bool kLoops = Producer::kLoops, kPrefetches = Producer::kPrefetches, kDelays = Producer::kDelays;
+  static constexpr bool kWaits = Producer::kWaits;
   static_assert(Op::kHasLoaders && !Finaliser::kHasLoaders && Finaliser::kPages == 0 && Finaliser::kBarriers == 0,
                 "a finaliser runs in the math group of an op with loaders, in its scratch");
 
   template <class Shell>
-  static SPANTUNE_DEVICE void stored(const Args& all, const Shell& shell, const Tile& tile) {
-    Producer::stored(all, shell, tile);
-    const ArrivalArgs& args = all.finaliser;
-    const int group_n = static_cast<unsigned>(tile.n) / static_cast<unsigned>(args.gathered_n);
+  static SPANTUNE_DEVICE void stored(const Shell& shell, const Tile& tile) {
+    Producer::stored(shell, tile);
+    const ArrivalArgs& args = shell.args().finaliser;
+    int group_n = 0;
+    while (tile.n >= args.n_starts[group_n + 1]) ++group_n;
     const int group_m = static_cast<unsigned>(tile.m) / static_cast<unsigned>(args.gathered_m);
-    const int share = arrive(args, group_n, group_m);
+    const int tiles = (args.n_starts[group_n + 1] - args.n_starts[group_n]) *
+                      min(args.gathered_m, args.m_tiles - group_m * args.gathered_m) * args.splits;
+    const int sharers = min(args.sharers, tiles);
+    const int share = arrive(reinterpret_cast<uint32_t*>(args.counters) + group_m * args.groups_n + group_n, tiles, sharers);
     if (share < 0) return;
-    const int first_n = group_n * args.run_n, first_m = group_m * args.run_m;
-    const unsigned wide = min(args.run_n, args.own_n_tiles - first_n), high = min(args.run_m, args.own_m_tiles - first_m);
+    const int first_n = args.own_starts[group_n], first_m = group_m * args.run_m;
+    const unsigned wide = args.own_starts[group_n + 1] - first_n, high = min(args.run_m, args.own_m_tiles - first_m);
 #pragma unroll 1
-    for (unsigned i = share; i < wide * high; i += args.sharers) {
+    for (unsigned i = share; i < wide * high; i += sharers) {
       const ArrivalShell own(args, shell.scratch());
       Finaliser::math(own, Tile{first_m + static_cast<int>(i / wide), first_n + static_cast<int>(i % wide), 0, 0, 0});
       own.sync_math();  // the next tile's scratch
@@ -231,29 +257,29 @@ struct ArrivalPart {
 
 // All roles of one tile of an op with loaders. Barriers are fresh for every tile.
 template <class Part, class Shell>
-SPANTUNE_DEVICE void run_tile(const typename Part::Args& args, const Shell& shell, const Tile& tile, bool first) {
+SPANTUNE_DEVICE void run_tile(const Shell& shell, const Tile& tile, bool first) {
   using Op = typename Part::Op;
   const int warp = threadIdx.x / kWarpLanes;
   if (warp == kMathWarps) {
     // The W loader makes the barriers itself: its first loads wait for no other warp.
     for (int i = shell.lane(); i < Op::kBarriers; i += kWarpLanes) {
-      if (!first) ptx::barrier_invalidate(shell.barrier(i));
+      if (Part::kLoops && !first) ptx::barrier_invalidate(shell.barrier(i));
       ptx::barrier_init(shell.barrier(i), Op::arrivals(i));
     }
     ptx::barrier_init_fence();
     __syncwarp();
     ptx::named_arrive<2, Part::kThreads>();
     if (shell.lane() == 0) shell.announce(Point::kSetUp);
-    if (args.wait == static_cast<int>(Point::kSetUp)) ptx::grid_dependency_wait();
+    shell.wait_at(Point::kSetUp);
     Op::weights(shell, tile);
   } else {
     ptx::named_sync<2, Part::kThreads>();
-    if (args.wait == static_cast<int>(Point::kSetUp)) ptx::grid_dependency_wait();
+    shell.wait_at(Point::kSetUp);
     if (warp == kMathWarps + 1) {
       Op::inputs(shell, tile);
     } else {
       Op::math(shell, tile);
-      Part::stored(args, shell, tile);
+      Part::stored(shell, tile);
     }
   }
 }
@@ -262,24 +288,24 @@ template <class Part>
 SPANTUNE_DEVICE void run_part(const typename Part::Args& args, const Cta& cta) {
   using Op = typename Part::Op;
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  GridShell<Op, Part::kMaps> shell(args, cta, ptx::shared_address(shared_memory));
+  GridShell<Part> shell(args, cta, ptx::shared_address(shared_memory));
   Tile tile{cta.m, cta.x, split_bound(args.k_blocks_per_split, args.k_blocks_left, cta.split),
             split_bound(args.k_blocks_per_split, args.k_blocks_left, cta.split + 1), cta.split};
-  if (threadIdx.x >= Part::kThreads) return;  // of a shared launch whose other op has loaders
-
   if (threadIdx.x == 0) shell.announce(Point::kEntry);
-  if (args.wait == static_cast<int>(Point::kEntry)) ptx::grid_dependency_wait();
+  shell.wait_at(Point::kEntry);
   if constexpr (!Op::kHasLoaders) {
     if (threadIdx.x == 0) shell.announce(Point::kSetUp);
-    if (args.wait == static_cast<int>(Point::kSetUp)) ptx::grid_dependency_wait();
+    shell.wait_at(Point::kSetUp);
     Op::math(shell, tile);
+  } else if constexpr (!Part::kLoops) {
+    run_tile<Part>(shell, tile, true);
   } else {
 #pragma unroll 1
     for (bool first = true;; first = false) {
       const int next = tile.n + args.ctas_x;
       const bool last = next >= args.n_tiles;
       shell.begin(first, last);
-      run_tile<Part>(args, shell, tile, first);
+      run_tile<Part>(shell, tile, first);
       if (last) break;
       ptx::fence_proxy_async();  // this tile's generic accesses of the pages come before the next tile's copies
       ptx::named_sync<3, Part::kThreads>();
@@ -305,6 +331,7 @@ SPANTUNE_DEVICE void run_shared(const SharedArgs<First, Rest...>& args) {
   if constexpr (sizeof...(Rest) > 0) {
     if (index >= args.rest.first.first_cta) return run_shared<Rest...>(args.rest);
   }
+  if (threadIdx.x >= First::kThreads) return;  // threads for the loaders of another op of this launch
   const unsigned place = index - args.first.first_cta, row = place / static_cast<unsigned>(args.first.ctas_x);
   run_part<First>(args.first, Cta{static_cast<int>(place - row * args.first.ctas_x),
                                   static_cast<int>(row % static_cast<unsigned>(args.first.splits)),

@@ -29,6 +29,7 @@ struct PersistentArgs {
 
 class PersistentShell {
  public:
+  static constexpr int kSplitsInFlight = 2;  // partials that a row op loads at once: more, and the kernel spills
   static constexpr int kThreads = 384;          // controller, W loader, A loader, one idle warp, then the math group
   static constexpr int kFirstMathThread = 128;  // wgmma wants its warpgroups aligned
   static constexpr int kPages = 13;
