@@ -70,12 +70,14 @@ class CudaLayer:
         gpu = driver.open_gpu(index)
         CmpSpace(graph, gpu.record).check(config)
         plan = lower(graph, config, gpu.record.arch)
-        verdict = verify(graph, plan)
+        verdict = verify(graph, plan, gpu.record.sm_count)
         if not verdict.passed:
             raise UnsafePlan(verdict.message)
         written = memory.written_sizes(graph, splits_of(graph, config))
         self._arena = memory.allocate({name: size for name, size in written.items() if name not in tensors})
-        addresses = self._arena.addresses() | {n: int(t.data_ptr()) for n, t in tensors.items() if n in graph.tensors}
+        self._counters = memory.allocate_counters(graph)
+        own = self._arena.addresses() | self._counters.addresses()
+        addresses = own | {n: int(t.data_ptr()) for n, t in tensors.items() if n in graph.tensors}
         self._graph = build_graph(plan, Kernels(gpu.record), addresses, MapCache(), gpu.stream)
         driver.synchronize(gpu.stream)
         self.outputs = {
@@ -88,6 +90,7 @@ class CudaLayer:
     def close(self) -> None:
         self._graph.close()
         self._arena.close()
+        self._counters.close()
 
 
 def _view(tensor: Any, address: int) -> Any:

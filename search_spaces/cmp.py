@@ -18,6 +18,7 @@ from search_spaces.config import (
     NO_LIMIT_AHEAD,
     PREFETCH_POINTS,
     PRIORITIES,
+    SHARERS,
     TRIGGERS,
     WAITS,
     CmpConfig,
@@ -26,7 +27,7 @@ from search_spaces.config import (
 )
 from search_spaces.errors import IllegalConfig
 from search_spaces.gpu import GpuRecord
-from workloads.graph import OpGraph
+from workloads.graph import OpGraph, Role
 from workloads.ops import KINDS
 from workloads.ops.base import Tiling
 
@@ -83,6 +84,8 @@ class CmpSpace:
             hosts = hosts_of(self.graph, op.name)
             if hosts:
                 yield Choice(f"{op.name}.host", ("", *hosts))
+            if arrival_hosts(self.graph, op.name):
+                yield Choice(f"{op.name}.sharers", SHARERS)
             yield Choice(f"{op.name}.stream", tuple(range(MAX_STREAMS)))
             yield Choice(f"{op.name}.priority", PRIORITIES)
             yield Priority(f"{op.name}.order")
@@ -114,20 +117,42 @@ class CmpSpace:
         begun = frozenset(e for e, kind in kinds.items() if kind == "launch_completion")
         return CmpConfig(ops, order, streams, frozenset(programmatic), begun)
 
-    def _schedule(self, name: str, point: Mapping[str, Value]) -> OpSchedule:
+    def _tiling(self, name: str, point: Mapping[str, Value]) -> Tiling:
         op = self.graph.ops[name]
         tiling = dict(default_tiling(self.graph, name, self.gpu).__dict__)
         for field in KINDS[op.kind].tunables(op, self.graph):
             if f"{name}.{field}" in point:
                 tiling[field] = point[f"{name}.{field}"]
+        return Tiling(**tiling)
+
+    def _host(self, name: str, point: Mapping[str, Value]) -> str:
+        """A finaliser whose producer leaves it no registers gets a launch of its own."""
+        host = str(point.get(f"{name}.host", ""))
+        if not self._is_behind(name, host):
+            return host
+        others = [op for op in self.graph.ops if op != name and point.get(f"{op}.host") == host]
+        shares = bool(others or point.get(f"{host}.host"))
+        tiling = self._tiling(host, point)
+        return host if self._has_room_behind(host, tiling, shares, tiling.ctas_per_sm) else ""
+
+    def _is_behind(self, name: str, host: str) -> bool:
+        return host in arrival_hosts(self.graph, name)
+
+    def _has_room_behind(self, producer: str, tiling: Tiling, shares: bool, ctas: int) -> bool:
+        """Whether so many CTAs leave a finaliser registers; code of further ops in the kernel takes some as well."""
+        most = KINDS[self.graph.ops[producer].kind].ctas_with_finaliser(tiling)
+        return ctas <= (min(most, 1) if shares else most)
+
+    def _schedule(self, name: str, point: Mapping[str, Value]) -> OpSchedule:
         fallback = OpSchedule()
         return OpSchedule(
-            tiling=Tiling(**tiling),
+            tiling=self._tiling(name, point),
             trigger=str(point.get(f"{name}.trigger", fallback.trigger)),
             wait=str(point.get(f"{name}.wait", fallback.wait)),
             w_ahead=int(point.get(f"{name}.w_ahead", fallback.w_ahead)),
             priority=int(point.get(f"{name}.priority", fallback.priority)),
-            host=str(point.get(f"{name}.host", "")),
+            host=self._host(name, point),
+            sharers=int(point.get(f"{name}.sharers", fallback.sharers)),
             grid_cap=int(point.get(f"{name}.grid_cap", 0)),
             **self._prefetch(name, point),
         )
@@ -170,13 +195,19 @@ class CmpSpace:
             if reason is not None:
                 raise IllegalConfig(reason)
         for host, names in config.launches().items():
-            for name in names[1:]:
-                if name not in self.graph.ops or host not in hosts_of(self.graph, name):
+            behind = [n for n in names if n in self.graph.ops and self._is_behind(n, config.ops[n].host)]
+            beside = [n for n in names if n not in behind]
+            for name in beside[1:]:
+                if name not in self.graph.ops or host not in side_hosts(self.graph, name):
                     raise IllegalConfig(
                         f"{name}: cannot share the launch of {host}, use {_hosts_text(self.graph, name)}"
                     )
             shared = max(self._shared(name, config.ops[name].tiling) for name in names)
-            ctas = min(config.ops[name].tiling.ctas_per_sm for name in names)
+            ctas = min(config.ops[name].tiling.ctas_per_sm for name in beside)
+            for name in behind:
+                producer = config.ops[name].host
+                if not self._has_room_behind(producer, config.ops[producer].tiling, len(beside) > 1, ctas):
+                    raise IllegalConfig(f"{name}: {ctas} CTAs of {producer} a multiprocessor leave it no registers")
             if self.gpu.ctas_by_shared(shared) < ctas:
                 raise IllegalConfig(self._no_room("+".join(names), ctas, shared))
 
@@ -208,7 +239,24 @@ class CmpSpace:
 
 
 def hosts_of(graph: OpGraph, name: str) -> tuple[str, ...]:
-    """Ops whose launch an op may share: earlier ones with loaders that wait for the very same producers."""
+    """Ops whose launch an op may be part of, beside their tiles or behind them."""
+    return (*side_hosts(graph, name), *arrival_hosts(graph, name))
+
+
+def arrival_hosts(graph: OpGraph, name: str) -> tuple[str, ...]:
+    """Ops behind whose tiles an op may run, as the last of those that it reads arrives.
+
+    They have loaders, for the grid shell runs such tiles in the math group, and leave partials that the op sums.
+    """
+    if KINDS[graph.ops[name].kind].loaders:
+        return ()
+    partials = [tensor for tensor in graph.ops[name].reads.values() if graph.tensors[tensor].role is Role.PARTIAL]
+    writers = [writer for tensor in partials for writer in graph.writers(tensor)]
+    return tuple(writer for writer in writers if KINDS[graph.ops[writer].kind].loaders)
+
+
+def side_hosts(graph: OpGraph, name: str) -> tuple[str, ...]:
+    """Ops beside whose tiles an op may run: earlier ones with loaders that wait for the very same producers."""
     parents: dict[str, set[str]] = {op: set() for op in graph.ops}
     for producer, consumer in graph.op_edges():
         parents[consumer].add(producer)

@@ -23,6 +23,7 @@ TRIGGERS = ("none", "entry", "set_up", "weights_issued", "inputs_read", "stored"
 WAITS = ("entry", "after_setup", "a_loader_only")
 NO_LIMIT_AHEAD = 64  # more than any ring: every stage may be issued before the wait
 PRIORITIES = (0, 1, 2)  # node priority, higher runs first
+SHARERS = (1, 4, 16)
 EDGES = ("programmatic", "ordinary", "launch_completion")
 PREFETCH_POINTS = ("entry", "weights_issued", "inputs_read", "stored")
 
@@ -37,7 +38,9 @@ class OpSchedule:
         wait: `entry`, `after_setup`, or `a_loader_only` (only the acquires that every kernel makes).
         w_ahead: W stages that may be issued before the wait.
         priority: node priority, 0 to 2.
-        host: op whose launch this op shares, or empty for a launch of its own. Tiles of both run side by side.
+        host: op whose launch this op shares, or empty for a launch of its own. Tiles of both run side by side; those of
+            a finaliser hosted by its producer run as the producer's tiles arrive, and only its tiling then counts.
+        sharers: tiles of the host, the last to arrive, that share the tiles of a finaliser behind it.
         grid_cap: CTAs at most; each then takes several tiles in turn. 0 means one CTA a tile.
         prefetch_of: op whose first weights this op brings into L2 on its way, or empty.
         prefetch_kib: KiB of them, over the whole launch.
@@ -50,6 +53,7 @@ class OpSchedule:
     w_ahead: int = NO_LIMIT_AHEAD
     priority: int = 0
     host: str = ""
+    sharers: int = 1
     grid_cap: int = 0
     prefetch_of: str = ""
     prefetch_kib: int = 0

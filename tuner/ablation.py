@@ -130,7 +130,8 @@ def linear(config: CmpConfig, *, programmatic: bool) -> CmpConfig:
     """The same kernels in the same order on one stream; every edge programmatic, or every edge ordinary."""
     edges: Iterable[tuple[str, str]] = ()
     if programmatic:
-        edges = {(p, c) for i, p in enumerate(config.order) for c in config.order[i + 1 :]}
+        # Both ways: a launch of several ops may stand behind ops that come after its host.
+        edges = {(p, c) for p in config.order[:-1] for c in config.order if p != c}
     return replace(
         config, streams=(0,) * len(config.order), programmatic=frozenset(edges), launch_completion=frozenset()
     )

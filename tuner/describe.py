@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from search_spaces.cmp import arrival_hosts
 from search_spaces.config import CmpConfig, Config, OpSchedule, tiling_of
 from workloads.graph import OpGraph
 from workloads.ops import KINDS
@@ -37,7 +38,10 @@ def _op(config: Config, graph: OpGraph, place: int) -> str:
         if kind.loaders:
             words.append(f"w_ahead {schedule.w_ahead}")
         words.append(f"priority {schedule.priority}")
-        words += [f"in the launch of {schedule.host}"] if schedule.host else []
+        if schedule.host:
+            behind = schedule.host in arrival_hosts(graph, name)
+            words.append(f"{'behind the tiles' if behind else 'in the launch'} of {schedule.host}")
+            words += [f"shared by {schedule.sharers}"] if behind and schedule.sharers > 1 else []
         words += [f"at most {schedule.grid_cap} CTAs"] if schedule.grid_cap else []
         if schedule.prefetch_of:
             words.append(f"prefetches {schedule.prefetch_kib} KiB for {schedule.prefetch_of} at {schedule.prefetch_at}")

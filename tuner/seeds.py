@@ -121,7 +121,7 @@ def encode(space: CmpSpace, config: CmpConfig) -> dict[str, Value]:
 
 def _op_values(name: str, schedule: OpSchedule) -> dict[str, Value]:
     fields: dict[str, Value] = {f"{name}.{field}": value for field, value in schedule.tiling.__dict__.items()}
-    for field in ("trigger", "wait", "w_ahead", "priority", "host", "grid_cap"):
+    for field in ("trigger", "wait", "w_ahead", "priority", "host", "sharers", "grid_cap"):
         fields[f"{name}.{field}"] = getattr(schedule, field)
     return fields
 

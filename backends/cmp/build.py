@@ -10,7 +10,7 @@ from typing import Any
 from backends.cuda import driver
 from backends.cuda.kernels import Kernels
 from backends.errors import GraphMismatch
-from backends.plan.encode import grid_args, map_specs
+from backends.plan.encode import arrival_args, grid_args, map_specs
 from backends.plan.launches import KernelNode, LaunchPlan, PlanEdge
 from backends.plan.outline import END, REFRESH, START, outline
 
@@ -166,9 +166,14 @@ def _add(graph: driver.Graph, launch: KernelLaunch) -> Any:
 def _arguments(
     node: KernelNode, addresses: Mapping[str, int], maps: MapCache, delay_us: int
 ) -> list[ctypes.Array[ctypes.c_char]]:
-    """The parameter of a node: the blocks of its parts, one behind the other."""
+    """The parameter of a node: the blocks of its parts, one behind the other, finalisers behind their producers."""
     body, first = b"", 0
+    producer = node.parts[0]
     for part in node.parts:
+        if part.arrival is not None:
+            body += arrival_args(part, producer, addresses)
+            continue
+        producer = part
         encoded = [maps.get(spec, addresses[spec.tensor]) for spec in map_specs(part.operands)]
         body += grid_args(part, addresses, encoded, first_cta=first, delay_us=delay_us)
         first += part.ctas

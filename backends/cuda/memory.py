@@ -7,10 +7,15 @@ bytes. The shared arena holds inputs, then everything that ops write, contiguous
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
 
 from backends.cuda import driver
+from backends.plan.arrivals import counters_of
+from search_spaces.cmp import arrival_hosts
 from workloads.graph import OpGraph, Role
 from workloads.ops import KINDS
+from workloads.ops.base import Tiling
 
 ALIGNMENT = 1024
 PADDING = 1024  # behind every tensor: bulk copies of whole token tiles may read past the last row
@@ -82,3 +87,22 @@ def largest_splits(graph: OpGraph) -> dict[str, int]:
             if graph.tensors[tensor].role is Role.PARTIAL:
                 largest[tensor] = max(int(choice) for choice in choices)
     return largest
+
+
+def counter_sizes(graph: OpGraph) -> dict[str, int]:
+    """Bytes of the arrival counters of all finalisers: one uint32 a group, and no group is without a tile."""
+    sizes = {}
+    for name, op in graph.ops.items():
+        if arrival_hosts(graph, name):
+            choices = KINDS[op.kind].tunables(op, graph)
+            tilings = [dict[str, Any](zip(choices, values, strict=True)) for values in product(*choices.values())]
+            tiles = (KINDS[op.kind].domain(op, graph, Tiling(**tiling)).num_tiles for tiling in tilings)
+            sizes[counters_of(name)] = 4 * max(tiles)
+    return sizes
+
+
+def allocate_counters(graph: OpGraph) -> Arena:
+    """Arrival counters at zero. Every launch leaves them at zero, so nothing resets them between replays."""
+    arena = allocate(counter_sizes(graph))
+    driver.copy_from_host(arena.base, bytes(max(arena.bytes, 4)))
+    return arena

@@ -99,6 +99,7 @@ class CudaSession:
         self._inputs = memory.allocate(memory.input_sizes(self.graph))
         written = memory.written_sizes(self.graph, memory.largest_splits(self.graph))
         self._written = memory.allocate(written)
+        self._counters = memory.allocate_counters(self.graph)
         sizes = memory.set_sizes(self.graph)
         count = self._protocol.num_sets(self._gpu.record.l2_bytes, compulsory_bytes(self.graph))
         self._sets = [memory.allocate(sizes) for _ in range(count)]
@@ -108,7 +109,8 @@ class CudaSession:
         self._readings = driver.allocate_host(16 * SLOTS)
 
     def _addresses(self, index: int) -> dict[str, int]:
-        return {**self._inputs.addresses(), **self._written.addresses(), **self._sets[index].addresses()}
+        arenas = (self._inputs, self._written, self._counters, self._sets[index])
+        return {name: address for arena in arenas for name, address in arena.addresses().items()}
 
     def _load_data(self, seed: int) -> None:
         inputs, reference = self._workload.inputs(), self._workload.reference()
@@ -170,7 +172,7 @@ class CudaSession:
         self.space.check(config)
         construction = construction or self._construction
         plan = constructed(launches.lower(self.graph, config, self._gpu.record.arch), construction)
-        verdict = verify_plan(self.graph, plan)
+        verdict = verify_plan(self.graph, plan, self._gpu.record.sm_count)
         if not verdict.passed:
             raise UnsafePlan(verdict.message)
         if delay_us:
@@ -402,7 +404,7 @@ class CudaSession:
         for graph in self._evictors.values():
             graph.close()
         self._evictors = {}
-        for arena in (*self._sets, self._inputs, self._written, self._pristine):
+        for arena in (*self._sets, self._inputs, self._written, self._counters, self._pristine):
             arena.close()
         self._pool.close()
         if self._stamps:

@@ -67,11 +67,19 @@ DEVICE_OPS: dict[str, DeviceOp] = {
 
 
 def grid_source(keys: Sequence[CompileKey]) -> str:
-    """The translation unit of one grid kernel, named `KERNEL_NAME`: of one op, or of several that share a launch."""
+    """The translation unit of one grid kernel, named `KERNEL_NAME`: of one op, or of several that share a launch.
+
+    A finaliser stands behind the producer whose tiles it follows.
+    """
     ops = [DEVICE_OPS[key.kind] for key in keys]
-    ctas = min(key.tiling.ctas_per_sm for key in keys)
-    parts = [_part(key, op) for op, key in zip(ops, keys, strict=True)]
-    macro = "SPANTUNE_GRID_KERNEL" if len(keys) == 1 else "SPANTUNE_SHARED_KERNEL"
+    ctas = min(key.tiling.ctas_per_sm for key in keys if key.shell == "grid")
+    parts: list[str] = []
+    for op, key in zip(ops, keys, strict=True):
+        if key.shell == "arrival":
+            parts.append(f"spantune::ArrivalPart<{parts.pop()}, spantune::{op.expression(key)}>")
+        else:
+            parts.append(_part(key, op))
+    macro = "SPANTUNE_GRID_KERNEL" if len(parts) == 1 else "SPANTUNE_SHARED_KERNEL"
     includes = "".join(f'#include "spantune/{header}"\n' for header in dict.fromkeys(op.header for op in ops))
     return f'#include "spantune/shells/grid.cuh"\n{includes}{macro}({KERNEL_NAME}, {ctas}, {", ".join(parts)})\n'
 

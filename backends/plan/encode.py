@@ -5,11 +5,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 
+from backends.plan.arrivals import counters_of
 from backends.plan.launches import KernelPart
 from workloads.ops.base import Operand, Pointer, TensorMapSpec
 
 OPERAND_SLOTS = 16
 MAP_BYTES = 128
+START_SLOTS = 32  # starts of groups along n, and their end
 GRID_HEADER_BYTES = OPERAND_SLOTS * 8 + 64
 
 
@@ -77,3 +79,33 @@ def grid_args(
         prefetch.at if prefetch else 0,
     )
     return body + (b"".join(maps) if maps else bytes(MAP_BYTES))
+
+
+def arrival_args(part: KernelPart, producer: KernelPart, addresses: Mapping[str, int]) -> bytes:
+    """`ArrivalArgs` of shells/grid.cuh, as large as the block of an op without tensor maps.
+
+    Args:
+        part: a finaliser behind its producer.
+        producer: the part whose tiles arrive.
+        addresses: of the graph's tensors, and of the finaliser's counters.
+    """
+    arrival = part.arrival
+    if arrival is None or map_specs(part.operands):
+        raise ValueError(f"{part.op} does not run behind a producer, or has tensor maps")
+    starts = ((*arrival.n_starts, producer.tiles[0]), (*arrival.own_starts, part.tiles[0]))
+    places = [place for line in starts for place in (*line, *(line[-1:] * (START_SLOTS - len(line))))]
+    return struct.pack(
+        f"<16Q2Q12i{2 * START_SLOTS}h",
+        *operand_row(part.operands, addresses),
+        addresses[counters_of(part.op)],
+        0,
+        arrival.gathered_m,
+        producer.tiles[2],
+        producer.splits,
+        arrival.run_m,
+        part.tiles[2],
+        len(arrival.n_starts),
+        arrival.sharers,
+        *(0,) * 5,
+        *places,
+    )

@@ -9,7 +9,8 @@ from enum import StrEnum
 from itertools import product
 from typing import Any
 
-from search_spaces.cmp import Choice, CmpSpace, default_tiling
+from backends.plan.arrivals import Arrival, derive
+from search_spaces.cmp import Choice, CmpSpace, arrival_hosts, default_tiling
 from search_spaces.config import CmpConfig, OpSchedule, splits_of
 from search_spaces.errors import ConfigError, IllegalConfig
 from workloads.graph import Op, OpGraph
@@ -35,7 +36,7 @@ class CompileKey:
 
     Attributes:
         kind: op kind.
-        shell: `grid` or `persistent`.
+        shell: `grid`, `persistent`, or `arrival` for a finaliser inside its producer's grid kernel.
         arch: compile target.
         tiling: with `split_k` set to 1, since that is a run-time parameter.
         constants: op parameters that are template arguments, as (name, value) pairs.
@@ -93,6 +94,7 @@ class KernelPart:
         wait: value of `Point`.
         w_ahead: W stages before the wait.
         prefetch: of a later op's weights.
+        arrival: how its tiles follow those of the part before it, for a finaliser without CTAs of its own.
     """
 
     op: str
@@ -107,6 +109,7 @@ class KernelPart:
     wait: int
     w_ahead: int
     prefetch: Prefetch | None = None
+    arrival: Arrival | None = None
 
     @property
     def splits(self) -> int:
@@ -119,7 +122,13 @@ class KernelPart:
 
     @property
     def ctas(self) -> int:
-        return self.ctas_x * self.tiles[1] * self.tiles[2]
+        """CTAs of its own."""
+        return 0 if self.arrival else self.ctas_x * self.tiles[1] * self.tiles[2]
+
+    @property
+    def tiling(self) -> Tiling:
+        """With its split count."""
+        return replace(self.binary.tiling, split_k=self.splits)
 
 
 @dataclass(frozen=True)
@@ -127,7 +136,8 @@ class KernelNode:
     """One kernel of a launch plan.
 
     Attributes:
-        parts: the ops that run side by side in it, the host first. CTAs are numbered through the parts in turn.
+        parts: the ops that run side by side in it, the host first, each with the finalisers behind it that run as its
+            tiles arrive. CTAs are numbered through the parts in turn.
         priority: node priority.
         stream: stream label.
         layer: which of several layers in a row it belongs to.
@@ -150,8 +160,13 @@ class KernelNode:
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """CTAs; several parts are numbered along x."""
-        return self.parts[0].grid if len(self.parts) == 1 else (self.ctas, 1, 1)
+        """CTAs; several parts side by side are numbered along x."""
+        return self.parts[0].grid if len(self.beside) == 1 else (self.ctas, 1, 1)
+
+    @property
+    def beside(self) -> tuple[KernelPart, ...]:
+        """Parts with CTAs of their own."""
+        return tuple(part for part in self.parts if part.arrival is None)
 
     @property
     def ctas(self) -> int:
@@ -168,7 +183,7 @@ class KernelNode:
     @property
     def ctas_per_sm(self) -> int:
         """CTAs that must fit one multiprocessor: the fewest that a part asks for."""
-        return min(part.binary.tiling.ctas_per_sm for part in self.parts)
+        return min(part.binary.tiling.ctas_per_sm for part in self.beside)
 
 
 @dataclass(frozen=True)
@@ -202,6 +217,10 @@ class LaunchPlan:
         nodes = tuple(node for node in self.nodes if wanted & {part.op for part in node.parts})
         names = {node.op for node in nodes}
         return replace(self, nodes=nodes, edges=tuple(e for e in self.edges if {e.producer, e.consumer} <= names))
+
+    def waiting(self) -> int:
+        """CTAs that may wait at once for CTAs of their own launch."""
+        return sum(part.arrival.waiting for part in self.parts() if part.arrival is not None)
 
     def roots(self) -> tuple[str, ...]:
         """Names of nodes without an in-edge."""
@@ -281,7 +300,9 @@ def lower(graph: OpGraph, config: CmpConfig, arch: str) -> LaunchPlan:
     stream = dict(zip(config.order, config.streams, strict=True))
     nodes = {
         host: KernelNode(
-            tuple(_part(graph, config, name, splits, arch) for name in ops), config.ops[host].priority, stream[host]
+            tuple(_part(graph, config, name, splits, arch) for name in _with_finalisers(graph, config, ops)),
+            config.ops[host].priority,
+            stream[host],
         )
         for host, ops in config.launches().items()
     }
@@ -294,6 +315,18 @@ def lower(graph: OpGraph, config: CmpConfig, arch: str) -> LaunchPlan:
     return LaunchPlan(graph.name, tuple(nodes[host] for host in order), tuple(named))
 
 
+def _arrives(graph: OpGraph, config: CmpConfig, name: str) -> bool:
+    """Whether an op runs as the tiles of its host arrive, not beside them."""
+    return config.ops[name].host in arrival_hosts(graph, name)
+
+
+def _with_finalisers(graph: OpGraph, config: CmpConfig, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Ops of a launch, each with those behind it that run as its tiles arrive."""
+    behind = [name for name in names if _arrives(graph, config, name)]
+    beside = [name for name in names if name not in behind]
+    return tuple(n for name in beside for n in (name, *(f for f in behind if config.ops[f].host == name)))
+
+
 def _part(graph: OpGraph, config: CmpConfig, name: str, splits: Splits, arch: str) -> KernelPart:
     """What an op contributes to its launch."""
     op, schedule = graph.ops[name], config.ops[name]
@@ -304,11 +337,12 @@ def _part(graph: OpGraph, config: CmpConfig, name: str, splits: Splits, arch: st
     if schedule.grid_cap and not kind.loaders:
         raise IllegalConfig(f"{name}: grid_cap={schedule.grid_cap}, but a row op has one CTA a tile: use 0")
     domain = kind.domain(op, graph, tiling)
-    has_consumer = any(config.host_of(edge[0]) == config.host_of(name) for edge in config.programmatic)
+    host = config.host_of(name)
+    has_consumer = any(config.host_of(p) == host != config.host_of(c) for p, c in config.programmatic)
     ctas_x = _capped(domain, schedule.grid_cap)
     prefetch = _prefetch(graph, name, schedule, ctas_x * domain.splits * domain.m_tiles)
     binary = compile_key(op, tiling, "grid", arch)
-    return KernelPart(
+    part = KernelPart(
         op=name,
         binary=replace(binary, loops=ctas_x < domain.n_tiles, prefetches=prefetch is not None),
         tiles=(domain.n_tiles, domain.splits, domain.m_tiles),
@@ -322,6 +356,29 @@ def _part(graph: OpGraph, config: CmpConfig, name: str, splits: Splits, arch: st
         w_ahead=schedule.w_ahead if kind.loaders else 0,
         prefetch=prefetch,
     )
+    return _behind(graph, config, part) if _arrives(graph, config, name) else part
+
+
+def _behind(graph: OpGraph, config: CmpConfig, part: KernelPart) -> KernelPart:
+    """A finaliser behind its producer: trigger, wait and prefetch are the producer's."""
+    producer = config.ops[part.op].host
+    tilings = {name: config.ops[name].tiling for name in (producer, part.op)}
+    return replace(
+        part,
+        binary=replace(part.binary, shell="arrival", prefetches=False),
+        trigger=POINTS["none"],
+        wait=POINTS["none"],
+        prefetch=None,
+        arrival=derive(graph, producer, part.op, tilings, _sharers(graph, config, part.op)),
+    )
+
+
+def _sharers(graph: OpGraph, config: CmpConfig, name: str) -> int:
+    """A CTA that takes several tiles in turn must not wait for one that it takes later: then nothing is shared."""
+    producer = config.ops[name].host
+    domain = KINDS[graph.ops[producer].kind].domain(graph.ops[producer], graph, config.ops[producer].tiling)
+    one_tile_each = _capped(domain, config.ops[producer].grid_cap) == domain.n_tiles
+    return config.ops[name].sharers if one_tile_each else 1
 
 
 def _capped(domain: Domain, cap: int) -> int:
@@ -346,10 +403,13 @@ def _prefetch(graph: OpGraph, name: str, schedule: OpSchedule, ctas: int) -> Pre
 
 
 def _check_launch(graph: OpGraph, host: str, node: KernelNode) -> None:
-    """Ops of one launch run side by side, so none may need another's output."""
-    names = {part.op for part in node.parts}
+    """Ops of one launch run side by side, so none may need another's output, except behind its tiles."""
+    parts = {part.op: part for part in node.parts}
     for producer, consumer in graph.op_edges():
-        if producer in names and consumer in names:
+        if producer in parts and consumer in parts:
+            arrival = parts[consumer].arrival
+            if arrival is not None and arrival.producer == producer:
+                continue
             raise IllegalConfig(f"{consumer}: cannot share the launch of {host}, since it reads what {producer} writes")
 
 

@@ -6,23 +6,34 @@ its first access to mutable data, so a kernel's completion implies that of all i
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from itertools import combinations
 
 from backends.base import Verdict
-from backends.plan.launches import KernelPart, LaunchPlan
+from backends.plan.arrivals import fault_of
+from backends.plan.launches import LaunchPlan
 from workloads.graph import OpGraph, Role
 from workloads.ops import KINDS
 from workloads.ops.base import Region, Tiling
 
 
-def verify(graph: OpGraph, plan: LaunchPlan) -> Verdict:
+def verify(graph: OpGraph, plan: LaunchPlan, sm_count: int = 0) -> Verdict:
     """Proves that a plan orders every read after its writer and every two writers of one place.
 
     Checked: nodes run the graph's ops, edges join known nodes, the plan is acyclic, each data edge and each pair of
     overlapping writers, or of a writer and an unrelated reader, is joined by a path, and what is brought into L2 ahead
-    of its use is a weight. Ops of one launch run side by side: no path joins them.
+    of its use is a weight. Ops of one launch run side by side: no path joins them. A finaliser inside the launch of its
+    producer is ordered after it in what it reads of it alone, where each of its tiles' group holds exactly the tiles of
+    the producer that write what it reads.
+
+    CTAs that share a finaliser's work wait for others of their launch, so there must be fewer of them in the plan than
+    multiprocessors: one is then left on which everything else ends, and the CTAs that they wait for find room there.
+    (A kernel that was launched early and waits holds room too, but all CTAs of what it waits for have begun.)
+
+    Args:
+        graph: that the plan was lowered from.
+        plan: to be proved.
+        sm_count: multiprocessors of the GPU; by default no CTA may wait for others of its launch.
     """
     names = [part.op for part in plan.parts()]
     if sorted(names) != sorted(graph.ops):
@@ -37,10 +48,38 @@ def verify(graph: OpGraph, plan: LaunchPlan) -> Verdict:
     before = ancestors(plan)
     if before is None:
         return _unsafe("the edges form a cycle")
+    if plan.waiting() and plan.waiting() >= sm_count:
+        return _unsafe(f"{plan.waiting()} CTAs may wait for others of their launch, on {sm_count} multiprocessors")
+    arrived = _arrived(graph, plan)
+    if isinstance(arrived, Verdict):
+        return arrived
     for data in graph.edges():
+        if (data.producer, data.consumer, data.tensor) in arrived:
+            continue
         if data.producer not in before[data.consumer]:
             return _unsafe(f"{data.consumer} reads {data.tensor}, but no path orders it after {data.producer}")
-    return _check_hazards(graph, plan, before) or Verdict(True, "plan")
+    return _check_hazards(graph, plan, before, arrived) or Verdict(True, "plan")
+
+
+def _arrived(graph: OpGraph, plan: LaunchPlan) -> set[tuple[str, str, str]] | Verdict:
+    """What finalisers read of their producer in the same launch, as (producer, finaliser, tensor), or a fault."""
+    found: set[tuple[str, str, str]] = set()
+    for node in plan.nodes:
+        producer = node.parts[0]
+        for part in node.parts:
+            if part.arrival is None:
+                producer = part
+                continue
+            if part.arrival.producer != producer.op:
+                return _unsafe(f"{part.op} runs as tiles of {producer.op} arrive, not of {part.arrival.producer}")
+            fault = fault_of(graph, part.op, part.arrival, producer.tiling, part.tiling)
+            if fault is not None:
+                return _unsafe(f"{part.op} runs as tiles of {producer.op} arrive: {fault}")
+            if part.arrival.sharers > 1 and producer.ctas_x < producer.tiles[0]:
+                return _unsafe(f"a CTA of {producer.op} would wait for a tile that it takes later, to share {part.op}")
+            written = graph.ops[producer.op].writes.values()
+            found |= {(producer.op, part.op, t) for t in graph.ops[part.op].reads.values() if t in written}
+    return found
 
 
 def ancestors(plan: LaunchPlan) -> dict[str, set[str]] | None:
@@ -61,7 +100,9 @@ def ancestors(plan: LaunchPlan) -> dict[str, set[str]] | None:
     return {op: before[name] for name in ops for op in ops[name]}
 
 
-def _check_hazards(graph: OpGraph, plan: LaunchPlan, before: dict[str, set[str]]) -> Verdict | None:
+def _check_hazards(
+    graph: OpGraph, plan: LaunchPlan, before: dict[str, set[str]], arrived: set[tuple[str, str, str]]
+) -> Verdict | None:
     """Write after write and write after read, between ops that no path joins."""
     parts = {part.op: part for part in plan.parts()}
     for tensor in graph.tensors.values():
@@ -72,14 +113,12 @@ def _check_hazards(graph: OpGraph, plan: LaunchPlan, before: dict[str, set[str]]
             writes = tensor.name in a.writes.values() or tensor.name in b.writes.values()
             if not writes or a.name in before[b.name] or b.name in before[a.name]:
                 continue
-            hull_a, hull_b = (_hull(graph, x.name, tensor.name, _tiling(parts[x.name])) for x in (a, b))
+            if (a.name, b.name, tensor.name) in arrived:
+                continue
+            hull_a, hull_b = (_hull(graph, x.name, tensor.name, parts[x.name].tiling) for x in (a, b))
             if hull_a is None or hull_b is None or hull_a.overlaps(hull_b):
                 return _unsafe(f"{a.name} and {b.name} touch the same part of {tensor.name} and no path orders them")
     return None
-
-
-def _tiling(part: KernelPart) -> Tiling:
-    return replace(part.binary.tiling, split_k=part.splits)
 
 
 @lru_cache(maxsize=1024)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import ceil, prod
 
 from backends.plan.launches import POINTS, KernelPart, LaunchPlan
@@ -38,6 +39,7 @@ class KernelCost:
         body_us: from the last bytes on chip to the last store, math left out.
         math_us: math on one ring of bytes, alone on its multiprocessor.
         loaders: whether weights and inputs flow side by side.
+        finaliser_us: from the last CTA's end to that of the finaliser which its last tile runs.
     """
 
     ctas: int
@@ -55,6 +57,7 @@ class KernelCost:
     body_us: float
     math_us: float
     loaders: bool
+    finaliser_us: float = 0.0
 
 
 def kernel_cost(graph: OpGraph, part: KernelPart, splits: Mapping[str, int], calibration: Calibration) -> KernelCost:
@@ -91,6 +94,17 @@ def kernel_cost(graph: OpGraph, part: KernelPart, splits: Mapping[str, int], cal
         math_us=ring / compute,
         loaders=kind.loaders,
     )
+
+
+def finaliser_us(graph: OpGraph, part: KernelPart, splits: Mapping[str, int], calibration: Calibration) -> float:
+    """What a finaliser behind its producer takes: a sharer's tiles in turn, each like a kernel without launch."""
+    if part.arrival is None:
+        return 0.0
+    c, starts = calibration, (*part.arrival.own_starts, part.tiles[0])
+    tiles = max(end - start for start, end in pairwise(starts)) * min(part.arrival.run_m, part.tiles[2])
+    inputs = _input_bytes(graph, graph.ops[part.op], part.tiling, splits)
+    tile = c.row_latency_us + inputs / c.sm_bytes_per_us + c.row_us.get(part.binary.kind, c.row_us[OTHER])
+    return ceil(tiles / part.arrival.sharers) * tile
 
 
 def splits_of(graph: OpGraph, plan: LaunchPlan) -> dict[str, int]:

@@ -8,6 +8,9 @@ Programmatic dependent launch is exact: a kernel starts once all CTAs of its pro
 exited, those of its launch-completion producers have begun, and its ordinary producers have ended; its wait returns
 when all producers have ended; residents keep their slots while they wait. Everything is deterministic.
 
+A finaliser that runs as its producer's tiles arrive adds its latencies, tile after tile of a group, to the end of the
+kernel; the room of its CTA is free meanwhile, and the arrival itself costs nothing.
+
 Caveats: an L2 prefetch is not modelled, the last wave of a grid starts as slots come free, and a CTA's bytes in flight
 are those of its own ring, whatever else its multiprocessor holds.
 """
@@ -19,9 +22,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from backends.plan.launches import POINTS, EdgeKind, KernelPart, LaunchPlan
+from backends.plan.launches import POINTS, EdgeKind, KernelNode, KernelPart, LaunchPlan
 from backends.simulator.calibration import Calibration
-from backends.simulator.cost import KernelCost, kernel_cost, splits_of
+from backends.simulator.cost import KernelCost, finaliser_us, kernel_cost, splits_of
 from backends.simulator.slots import Slots
 from backends.simulator.state import NEVER, Flow, Group, Kernel
 from backends.simulator.timeline import OpTimes, Placement, Timeline
@@ -45,13 +48,19 @@ class Model:
         """
         splits = splits_of(self.graph, whole or plan)
         apart = one_op_a_node(plan)
-        run = _Run(apart, [self._cost(part, splits) for part in apart.parts()], self.calibration)
+        run = _Run(apart, [self._node_cost(node, splits) for node in apart.nodes], self.calibration)
         return run.timeline()
 
     def floor_us(self, size: int) -> float:
         """Microseconds to stream so many bytes from HBM in a kernel of its own, in the bracket of a span."""
         c = self.calibration
         return 2 * c.ordinary_us - c.bracket_us + c.start_us + c.load_latency_us + size / c.hbm_bytes_per_us
+
+    def _node_cost(self, node: KernelNode, splits: dict[str, int]) -> KernelCost:
+        """Of the node's one op, with what the finalisers behind it add to its end."""
+        cost = self._cost(node.parts[0], splits)
+        behind = [finaliser_us(self.graph, part, splits, self.calibration) for part in node.parts[1:]]
+        return replace(cost, finaliser_us=sum(behind))
 
     def _cost(self, part: KernelPart, splits: dict[str, int]) -> KernelCost:
         read = tuple(splits.get(tensor) for tensor in self.graph.ops[part.op].reads.values())
@@ -67,8 +76,11 @@ def predict(graph: OpGraph, plan: LaunchPlan, calibration: Calibration) -> Timel
 
 
 def one_op_a_node(plan: LaunchPlan) -> LaunchPlan:
-    """A plan whose shared launches are taken apart: their ops launch together and each has all of their edges."""
-    parts = {node.op: [replace(node, parts=(part,)) for part in node.parts] for node in plan.nodes}
+    """A plan whose shared launches are taken apart: their ops launch together and each has all of their edges.
+
+    Finalisers that run behind the tiles of their producer stay with it.
+    """
+    parts = {node.op: [replace(node, parts=parts) for parts in _with_finalisers(node)] for node in plan.nodes}
     edges = (
         replace(edge, producer=p.op, consumer=c.op)
         for edge in plan.edges
@@ -76,6 +88,17 @@ def one_op_a_node(plan: LaunchPlan) -> LaunchPlan:
         for c in parts[edge.consumer]
     )
     return replace(plan, nodes=tuple(node for node in plan.nodes for node in parts[node.op]), edges=tuple(edges))
+
+
+def _with_finalisers(node: KernelNode) -> list[tuple[KernelPart, ...]]:
+    """Each part with CTAs of its own, and the parts behind it."""
+    groups: list[tuple[KernelPart, ...]] = []
+    for part in node.parts:
+        if part.arrival is None:
+            groups.append((part,))
+        else:
+            groups[-1] = (*groups[-1], part)
+    return groups
 
 
 class _Run:
@@ -311,11 +334,11 @@ class _Run:
         self.freed_by = kernel
         kernel.finished += group.count
         if kernel.finished == kernel.cost.ctas:
-            kernel.end = self.now
-            self._end(kernel)
+            self._at(self.now + kernel.cost.finaliser_us, partial(self._end, kernel))
 
     def _end(self, kernel: Kernel) -> None:
         """Completion: implicit trigger, and waits of consumers whose producers have all ended."""
+        kernel.end = self.now
         if kernel.trigger_time == NEVER:
             kernel.trigger_time = self.now
         for consumer in kernel.out:
@@ -348,8 +371,8 @@ class _Run:
         self._run()
         last = max(self.kernels, key=lambda kernel: kernel.end)
         sinks = sorted(kernel.end for kernel in self.kernels if not kernel.out)
-        ops = {kernel.node.op: _times(kernel) for kernel in self.kernels}
-        placements = tuple(Placement(g.kernel.node.op, g.count, g.per_sm, g.start, g.end) for g in self.groups)
+        ops = {part.op: _times(kernel) for kernel in self.kernels for part in kernel.node.parts}
+        placements = tuple(Placement(g.kernel.node.parts[0].op, g.count, g.per_sm, g.start, g.end) for g in self.groups)
         span = sinks[-1] + self.c.ordinary_us - self.c.bracket_us
         return Timeline(span, ops, _critical(last), placements)
 
@@ -369,6 +392,6 @@ def _critical(last: Kernel) -> tuple[str, ...]:
         producer = max((parent for parent, _, _ in kernel.parents), key=lambda parent: parent.end, default=None)
         before = kernel.blocker if late and kernel.blocker is not None else producer
         if before is None or id(before) in seen:
-            return tuple(item.node.op for item in reversed(chain))
+            return tuple(part.op for item in reversed(chain) for part in item.node.parts)
         chain.append(before)
         seen.add(id(before))

@@ -76,7 +76,7 @@ class SimulatedSession:
             raise IllegalConfig("backend megakernel: queue plans have no model on a simulated device, use cmp")
         self.space.check(config)
         plan = constructed(launches.lower(self.graph, config, self.calibration.gpu.arch), self._construction)
-        verdict = verify_plan(self.graph, plan)
+        verdict = verify_plan(self.graph, plan, self.calibration.gpu.sm_count)
         if not verdict.passed:
             raise UnsafePlan(verdict.message)
         key = numerics_key(self.graph, config, self.calibration.gpu.arch)
@@ -105,7 +105,7 @@ class SimulatedSession:
         run = _own(executable)
         if run.plan is None or not run.numerics_key:
             raise ValueError("a part of a plan is for timing only: it has no verdict of its own")
-        return verify_plan(self.graph, run.plan)
+        return verify_plan(self.graph, run.plan, self.calibration.gpu.sm_count)
 
     def measure(self, executables: Sequence[Executable], rounds: int) -> list[list[float]]:
         """Predicted spans, one list per executable, with noise that repeats for a plan and a round."""

@@ -12,6 +12,7 @@ import pytest
 from backends.cmp.build import Bracket, MapCache, build_graph
 from backends.cmp.capture import StreamPool, capture_graph
 from backends.cuda import driver
+from backends.cuda.memory import counter_sizes
 from backends.errors import CudaFailed, GraphMismatch
 from backends.plan.encode import MAP_BYTES
 from backends.plan.launches import EdgeKind, LaunchPlan, PlanEdge, lower
@@ -29,7 +30,7 @@ types = pytest.importorskip("cuda.bindings.driver")
 GPU = GpuRecord("NVIDIA H200", "sm_90a", 132, 60 << 20, 233472, 232448)
 LAYER = build_layer(AttentionPreShape())
 SPACE = CmpSpace(LAYER, GPU)
-ADDRESSES = {name: 0x10000 * (i + 1) for i, name in enumerate(LAYER.tensors)}
+ADDRESSES = {name: 0x10000 * (i + 1) for i, name in enumerate((*LAYER.tensors, *counter_sizes(LAYER)))}
 BRACKET = Bracket(((1, 2, 3),), 0x1000)
 
 

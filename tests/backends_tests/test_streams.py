@@ -143,7 +143,7 @@ def test_a_captured_point_of_the_space_has_the_expected_edges_and_stays_safe(see
             constructed(plan, "streams")
         return
     check(plan)
-    assert verify(GRAPH, constructed(plan, "streams")).passed
+    assert verify(GRAPH, constructed(plan, "streams"), 132).passed
 
 
 def test_a_good_part_of_the_space_is_expressible() -> None:

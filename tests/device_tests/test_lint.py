@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,13 +13,14 @@ import pytest
 
 from backends.cuda import jit
 from backends.cuda.lint import Report, Slots, lint, lint_kernel, slots_of
-from backends.cuda.sass import Kernel, disassembler, parse
+from backends.cuda.sass import Kernel, disassemble, disassembler, parse
 from backends.cuda.sources import grid_source
 from backends.plan.encode import OPERAND_SLOTS
 from backends.plan.launches import CompileKey, EdgeKind, KernelNode, PlanEdge, compile_key, lower
 from search_spaces.cmp import CmpSpace, serial
 from search_spaces.config import splits_of, to_json
 from search_spaces.gpu import GpuRecord
+from tests.device_tests.sass import rounding_kinds
 from tuner import cli
 from workloads.attention_pre.graph import build_graph
 from workloads.attention_pre.shapes import AttentionPreShape
@@ -88,6 +90,74 @@ def test_a_shared_launch_assembles_and_waits_first(arch: str, ops: tuple[str, ..
     for row in range(len(ops)):
         other = frozenset(slot for slot in slots.constants if slot // OPERAND_SLOTS != row)
         assert lint(cubin.path, replace(slots, constants=other)).findings
+
+
+def behind_its_producer(arch: str, finaliser: str, core: str) -> KernelNode:
+    """The node of a finaliser that runs as the tiles of its producer arrive."""
+    graph, host = build_graph(AttentionPreShape()), finaliser[:2]
+    ctas = 2 if core == "wgmma" else 1
+    point = {f"{finaliser}.host": host, f"{host}.core": core, f"{host}.ctas_per_sm": ctas}
+    return lower(graph, CmpSpace(graph, replace(H200, arch=arch)).decode(point), arch).node(finaliser)
+
+
+@needs_disassembler
+@pytest.mark.parametrize(("arch", "core"), [("sm_90a", "wgmma"), ("sm_90a", "mma_sync"), ("sm_103a", "mma_sync")])
+@pytest.mark.parametrize("finaliser", ["B0f", "B1f", "D1f"])
+def test_a_finaliser_behind_its_producer_waits_first(arch: str, core: str, finaliser: str, tmp_path: Path) -> None:
+    node = behind_its_producer(arch, finaliser, core)
+    assert [part.op for part in node.parts] == [finaliser[:2], finaliser]
+    cubin = jit.build(grid_source(node.binary), arch, tmp_path)
+    assert cubin.spill_bytes == 0
+    graph = build_graph(AttentionPreShape())
+    slots = slots_of([(KINDS[graph.ops[part.op].kind], part.operands) for part in node.parts], graph)
+    report = lint(cubin.path, slots)
+    assert not report.findings, report.findings[0]
+    alone = lint(jit.build(grid_source(node.binary[:1]), arch, tmp_path).path, Slots())
+    assert report.waits == alone.waits  # the finaliser needs none of its own
+    assert report.guarded > alone.guarded
+    # Both ops round by the opcodes of their own kernels.
+    own = replace(node.binary[1], shell="grid")
+    producer, finaliser_alone = (
+        rounding_kinds(jit.build(grid_source((key,)), arch, tmp_path).path) for key in (node.binary[0], own)
+    )
+    assert rounding_kinds(cubin.path) == producer | finaliser_alone
+    assert arrival_order(cubin.path) == [
+        "BAR.SYNC",
+        "MEMBAR",
+        "ATOMG.E.INC.STRONG.GPU",
+        "MEMBAR",
+        "CCTL.IVALL",
+        "BAR.RED",
+    ]
+
+
+def arrival_order(cubin: Path) -> list[str]:
+    """What orders the one arrival in a kernel, from the barrier before it to the one that tells all threads."""
+    (code,) = disassemble(cubin)
+    opcodes = [one.opcode for one in code.instructions]
+    (at,) = [i for i, opcode in enumerate(opcodes) if opcode.startswith("ATOM")]
+    first = max(i for i in range(at) if opcodes[i].startswith("BAR"))
+    last = min(i for i in range(at, len(opcodes)) if opcodes[i].startswith("BAR"))
+    order = [opcode for opcode in opcodes[first : last + 1] if re.match(r"(MEMBAR\..*GPU|ATOM|CCTL|BAR)", opcode)]
+    if order[2:3] == ["CCTL.IVALL"]:  # of the release: it orders no load that matters
+        del order[2]
+    return [re.sub(r"^(MEMBAR|BAR\.\w+)\..*", r"\1", opcode) for opcode in order]
+
+
+@needs_disassembler
+@pytest.mark.parametrize(
+    "fence", ["    ptx::fence_acq_rel_gpu();\n    const", "      ptx::fence_acq_rel_gpu();\n    }"]
+)
+def test_an_arrival_without_one_of_its_fences_is_seen(
+    fence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(jit.INCLUDE, tmp_path / "include")
+    path = tmp_path / "include" / "spantune" / "shells" / "grid.cuh"
+    assert path.read_text().count(fence) == 1
+    path.write_text(path.read_text().replace(fence, fence.split("\n")[1]))
+    monkeypatch.setattr(jit, "INCLUDE", tmp_path / "include")
+    source = grid_source(behind_its_producer("sm_90a", "D1f", "wgmma").binary)
+    assert arrival_order(jit.build(source, "sm_90a", tmp_path).path).count("MEMBAR") == 1
 
 
 # Fault: op, header, text that is replaced, by what, and what the finding must say.

@@ -191,6 +191,10 @@ class OpKind(ABC):
         """Dynamic shared memory of one CTA in the grid shell."""
         return self.pages(op, tiling) * PAGE_BYTES + SCRATCH_BYTES + BARRIER_BYTES
 
+    def ctas_with_finaliser(self, tiling: Tiling) -> int:
+        """CTAs for which one SM has registers, without spills, when a finaliser runs behind the op's tiles."""
+        return 0
+
     @abstractmethod
     def weight_bytes(self, op: Op, graph: OpGraph) -> int:
         """Bytes of weights (and old cache entries) that the whole op must stream."""

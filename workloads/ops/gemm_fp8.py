@@ -191,6 +191,12 @@ class GemmFp8Partial(_GemmFp8):
             ),
         )
 
+    def ctas_with_finaliser(self, tiling: Tiling) -> int:
+        """As compiled with each finaliser of the layer, for sm_90a and sm_103a with NVRTC 13.0."""
+        if tiling.core == "wgmma":
+            return 2 if tiling.block_m <= 16 else 1
+        return 1 if tiling.block_m <= 32 else 0
+
     def _outputs(self, op: Op) -> tuple[Operand, ...]:
         return (Pointer(op.tensor("out")), 0, 0, 0, 0, 0)
 

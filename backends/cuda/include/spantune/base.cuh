@@ -14,6 +14,14 @@ using uint32_t = unsigned int;
 using int64_t = long long;
 using uint64_t = unsigned long long;
 
+// A value that the compiler cannot trace to the outside of a loop over tiles: else it computes the thread's offsets of all
+// ops in it once, before the loop, and spills them.
+SPANTUNE_DEVICE uint32_t opaque(uint32_t value) {
+  uint32_t copy;
+  asm volatile("mov.u32 %0, %1;" : "=r"(copy) : "r"(value));
+  return copy;
+}
+
 // Opaque bytes of a CUtensorMap, encoded by the driver before the launch.
 struct alignas(64) TensorMap {
   uint64_t opaque[16];

@@ -54,6 +54,22 @@ SPANTUNE_DEVICE void named_arrive() {
   asm volatile("bar.arrive %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
 }
 
+// Barrier that tells every thread how many of them passed true.
+template <int kId, int kThreads>
+SPANTUNE_DEVICE int named_count(bool mine) {
+  int count;
+  asm volatile(
+      "{\n"
+      ".reg .pred mine;\n"
+      "setp.ne.u32 mine, %1, 0;\n"
+      "barrier.cta.red.popc.u32 %0, %2, %3, mine;\n"
+      "}\n"
+      : "=r"(count)
+      : "r"(static_cast<uint32_t>(mine)), "n"(kId), "n"(kThreads)
+      : "memory");
+  return count;
+}
+
 // --- Proxy fences ---
 
 SPANTUNE_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
@@ -68,6 +84,13 @@ SPANTUNE_DEVICE uint32_t load_relaxed_gpu(const uint32_t* address) {
 }
 SPANTUNE_DEVICE void add_release_gpu(uint32_t* address, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// Adds one, or wraps to zero where the counter stands at `last`; returns what it was.
+SPANTUNE_DEVICE uint32_t increment_relaxed_gpu(uint32_t* address, uint32_t last) {
+  uint32_t before;
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(last) : "memory");
+  return before;
 }
 
 SPANTUNE_DEVICE uint64_t global_timer() {

@@ -36,6 +36,22 @@ struct alignas(64) GridArgs {
   TensorMap maps[kMaps > 0 ? kMaps : 1];
 };
 
+// Parameters of a finaliser whose tiles run as those of its producer arrive, behind the producer's. As large as
+// GridArgs<0>. Groups of the producer's tiles, with all splits, start groups of the finaliser's.
+struct alignas(64) ArrivalArgs {
+  static constexpr int kStarts = 32;
+  uint64_t operands[kOperandSlots];
+  uint64_t counters;  // one uint32 a group, zero between launches
+  uint64_t trace;
+  int32_t gathered_m, m_tiles, splits;  // of the producer: tiles of a group along m, of the op
+  int32_t run_m, own_m_tiles;           // the same of the finaliser
+  int32_t groups_n;
+  int32_t sharers;  // CTAs that share a group's tiles, the last to arrive; no more than arrive
+  int32_t unused[5];
+  short n_starts[kStarts], own_starts[kStarts];  // first tile along n of each group, then the end
+};
+static_assert(sizeof(ArrivalArgs) == sizeof(GridArgs<0>), "blocks of ops without tensor maps are alike");
+
 // Place of a CTA in its op's grid.
 struct Cta {
   int x, split, m;
@@ -58,6 +74,10 @@ struct GridPart {
   static constexpr bool kWaits = kWaitsForProducers;
   static constexpr int kThreads = kMathThreads + (Op::kHasLoaders ? 2 * kWarpLanes : 0);
   static_assert(Op::kHasLoaders || !kLoops, "a row op has one CTA a tile");
+
+  // Called by the math group when a tile has stored.
+  template <class Shell>
+  static SPANTUNE_DEVICE void stored(const Shell&, const Tile&) {}
 };
 
 template <class Part>
@@ -67,6 +87,8 @@ class GridShell {
   static constexpr int kSplitsInFlight = 6;  // partials that a row op loads at once: registers are plenty here
   SPANTUNE_DEVICE GridShell(const typename Part::Args& args, const Cta& cta, uint32_t shared)
       : args_(args), cta_(cta), shared_(shared), trigger_(args.trigger) {}
+
+  SPANTUNE_DEVICE const typename Part::Args& args() const { return args_; }
 
   // Which of its tiles the CTA is about to run. A trigger before the inputs are read counts in the CTA's first tile, a
   // later one in its last.
@@ -138,8 +160,101 @@ class GridShell {
   int trigger_;
 };
 
+// What a finaliser sees of the shell when it runs in its producer's math group. The producer has waited for what both of
+// them need of other kernels, the arrival has ordered the rest, and points are the producer's to announce.
+class ArrivalShell {
+ public:
+  static constexpr int kSplitsInFlight = 2;  // the producer's registers are taken
+  SPANTUNE_DEVICE ArrivalShell(const ArrivalArgs& args, uint32_t scratch)
+      : args_(args), scratch_(opaque(scratch)), thread_(static_cast<int>(opaque(threadIdx.x))) {}
+
+  template <class T>
+  SPANTUNE_DEVICE T* pointer(int slot) const {
+    return reinterpret_cast<T*>(args_.operands[slot]);
+  }
+  SPANTUNE_DEVICE int scalar(int slot) const { return static_cast<int>(opaque(static_cast<uint32_t>(args_.operands[slot]))); }
+  SPANTUNE_DEVICE uint32_t scratch() const { return scratch_; }
+  SPANTUNE_DEVICE int lane() const { return thread_ % kWarpLanes; }
+  SPANTUNE_DEVICE int math_thread() const { return thread_; }
+  SPANTUNE_DEVICE int math_warp() const { return thread_ / kWarpLanes; }
+  template <Group kGroup>
+  SPANTUNE_DEVICE void acquire() const {}
+  SPANTUNE_DEVICE void release() const {}
+  SPANTUNE_DEVICE void announce(Point) const {}
+  SPANTUNE_DEVICE void sync_math() const { ptx::named_sync<1, kMathThreads>(); }
+
+ private:
+  const ArrivalArgs& args_;
+  const uint32_t scratch_;
+  const int thread_;
+};
+
+// Called by the math group when one of the `tiles` of a group has stored. Answers, to all threads, which share of the group's
+// tiles this CTA runs: one of 0 to `sharers` - 1 for the last that arrive, when all have arrived; -1 for the others.
+//
+// Order: each thread's stores, the barrier, thread 0's fence, its increment (release, and cumulative over the barrier);
+// the last increment, thread 0's fence, the barrier, each thread's loads (acquire). Increments of one counter form one
+// chain, so the last one follows all; it leaves zero, which sharers that came before it wait for. Loads may be plain
+// ld.global: the second fence empties the multiprocessor's L1 before any thread of the CTA passes the barrier, and what
+// is filled later comes from L2, where the stores are. The stores are generic; bulk or tensor stores would have to be
+// waited for and fenced to the generic proxy first.
+SPANTUNE_DEVICE int arrive(uint32_t* counter, int tiles, int sharers) {
+  ptx::named_sync<1, kMathThreads>();
+  int share = -1;
+  if (threadIdx.x == 0) {
+    ptx::fence_acq_rel_gpu();
+    const int before = static_cast<int>(ptx::increment_relaxed_gpu(counter, static_cast<uint32_t>(tiles - 1)));
+    share = max(before - (tiles - sharers), -1);
+    if (share >= 0) {
+      if (share < sharers - 1)
+        while (ptx::load_relaxed_gpu(counter) != 0) {
+        }
+      ptx::fence_acq_rel_gpu();
+    }
+  }
+  // As many threads as the share says, less one: all of warp 0.
+  const bool counts = threadIdx.x < kWarpLanes && static_cast<int>(threadIdx.x) <= __shfl_sync(~0u, share, 0);
+  return ptx::named_count<1, kMathThreads>(counts) - 1;
+}
+
 // First k-block of split i: the first `left` splits hold one more; the same formula as workloads/ops/base.py.
 SPANTUNE_DEVICE int split_bound(int per_split, int left, int i) { return per_split * i + min(i, left); }
+
+// A part with a finaliser behind it, without CTAs of its own.
+template <class Producer, class Finaliser>
+struct ArrivalPart {
+  using Op = typename Producer::Op;
+  struct Args : Producer::Args {
+    ArrivalArgs finaliser;
+  };
+  static constexpr int kMaps = Producer::kMaps, kThreads = Producer::kThreads;
+  static constexpr bool kLoops = Producer::kLoops, kPrefetches = Producer::kPrefetches, kDelays = Producer::kDelays;
+  static constexpr bool kWaits = Producer::kWaits;
+  static_assert(Op::kHasLoaders && !Finaliser::kHasLoaders && Finaliser::kPages == 0 && Finaliser::kBarriers == 0,
+                "a finaliser runs in the math group of an op with loaders, in its scratch");
+
+  template <class Shell>
+  static SPANTUNE_DEVICE void stored(const Shell& shell, const Tile& tile) {
+    Producer::stored(shell, tile);
+    const ArrivalArgs& args = shell.args().finaliser;
+    int group_n = 0;
+    while (tile.n >= args.n_starts[group_n + 1]) ++group_n;
+    const int group_m = static_cast<unsigned>(tile.m) / static_cast<unsigned>(args.gathered_m);
+    const int tiles = (args.n_starts[group_n + 1] - args.n_starts[group_n]) *
+                      min(args.gathered_m, args.m_tiles - group_m * args.gathered_m) * args.splits;
+    const int sharers = min(args.sharers, tiles);
+    const int share = arrive(reinterpret_cast<uint32_t*>(args.counters) + group_m * args.groups_n + group_n, tiles, sharers);
+    if (share < 0) return;
+    const int first_n = args.own_starts[group_n], first_m = group_m * args.run_m;
+    const unsigned wide = args.own_starts[group_n + 1] - first_n, high = min(args.run_m, args.own_m_tiles - first_m);
+#pragma unroll 1
+    for (unsigned i = share; i < wide * high; i += sharers) {
+      const ArrivalShell own(args, shell.scratch());
+      Finaliser::math(own, Tile{first_m + static_cast<int>(i / wide), first_n + static_cast<int>(i % wide), 0, 0, 0});
+      own.sync_math();  // the next tile's scratch
+    }
+  }
+};
 
 // All roles of one tile of an op with loaders. Barriers are fresh for every tile.
 template <class Part, class Shell>
@@ -166,6 +281,7 @@ SPANTUNE_DEVICE void run_tile(const Shell& shell, const Tile& tile, bool first) 
       Op::inputs(shell, tile);
     } else {
       Op::math(shell, tile);
+      Part::stored(shell, tile);
     }
   }
 }

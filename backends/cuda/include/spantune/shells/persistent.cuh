@@ -84,14 +84,6 @@ class PersistentShell {
   SPANTUNE_DEVICE void sync_math() const { ptx::named_sync<1, kMathThreads>(); }
 
  private:
-  // A value that the compiler cannot trace to the outside of the instruction loop: else it computes the thread's offsets
-  // of all ops once, before the loop, and spills them.
-  static SPANTUNE_DEVICE uint32_t opaque(uint32_t value) {
-    uint32_t copy;
-    asm volatile("mov.u32 %0, %1;" : "=r"(copy) : "r"(value));
-    return copy;
-  }
-
   // Volatile: else the compiler hoists the rows of all ops above the dispatch, and spills.
   SPANTUNE_DEVICE uint64_t operand(int slot) const {
     uint64_t value;
