@@ -10,6 +10,7 @@ from search_spaces.config import Config
 from search_spaces.gpu import GpuRecord
 
 if TYPE_CHECKING:
+    from backends.measure.trace import Trace
     from backends.plan.launches import LaunchPlan
 
 
@@ -81,6 +82,12 @@ class Session(Protocol):
     def probe(self, verified: Executable, plan: LaunchPlan) -> Executable:
         """An executable of a plan that leaves out kernels, edges or waits of a verified one. For timing only: what it
         writes means nothing, and `verify` refuses it."""
+
+    def traced(self, verified: Executable) -> Executable:
+        """A verified plan that writes trace records as it runs; it can be verified and measured like others."""
+
+    def trace(self, traced: Executable, replays: int) -> Sequence[Trace]:
+        """Records of so many cold replays of a traced executable."""
 
     def steady(self, verified: Executable, layers: int) -> Executable:
         """A verified plan for several layers in a row, each on weights of its own, programmatic edges between them. Its

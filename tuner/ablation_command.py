@@ -72,9 +72,9 @@ def ablate_config(
     _check_rounds(rounds)
     graph = graph_of(spec)
     chosen = None if config is None else read_config(config, spec, graph)
-    with _session(spec) as session:
+    with measuring(spec) as session:
         order = registry.get(spec.workload).stages
-        return ablate(session, graph, _config(session, graph, chosen), order=order, rounds=rounds, alive=alive)
+        return ablate(session, graph, chosen_config(session, graph, chosen), order=order, rounds=rounds, alive=alive)
 
 
 def tune_kernels(spec: SessionSpec, out: Path | None, *, alive: Callable[[], None] = lambda: None) -> TunedKernels:
@@ -87,7 +87,7 @@ def tune_kernels(spec: SessionSpec, out: Path | None, *, alive: Callable[[], Non
     graph = graph_of(spec)
     if out is not None and not out.parent.is_dir():
         raise OptionError(f"{out} cannot be written: {out.parent} is no folder")
-    with _session(spec) as session:
+    with measuring(spec) as session:
         space = CmpSpace(graph, session.info.record)
         kernels, races = tune_alone(session, space, order=registry.get(spec.workload).stages, alive=alive)
         config = with_tilings(default(space), {name: s.tiling for name, s in kernels.ops.items()})
@@ -112,9 +112,9 @@ def study_one_edge(
     pair = parse_edge(edge, graph)
     chosen = None if config is None else read_config(config, spec, graph)
     ops = closure(graph, pair)
-    with _session(replace(spec, ops=ops)) as session:
+    with measuring(replace(spec, ops=ops)) as session:
         part = graph.subgraph(ops)
-        own = _config(session, part, None if chosen is None else chosen.restricted(ops))
+        own = chosen_config(session, part, None if chosen is None else chosen.restricted(ops))
         return study_edge(session, part, own, pair, rounds=rounds, alive=alive)
 
 
@@ -124,7 +124,8 @@ def _check_rounds(rounds: int) -> None:
 
 
 @contextmanager
-def _session(spec: SessionSpec) -> Iterator[Session]:
+def measuring(spec: SessionSpec) -> Iterator[Session]:
+    """A session on a device that no other process measures on meanwhile."""
     lock = DeviceLock(spec.device)
     try:
         session = open_session(spec)
@@ -136,7 +137,8 @@ def _session(spec: SessionSpec) -> Iterator[Session]:
         lock.release()
 
 
-def _config(session: Session, graph: OpGraph, chosen: CmpConfig | None) -> CmpConfig:
+def chosen_config(session: Session, graph: OpGraph, chosen: CmpConfig | None) -> CmpConfig:
+    """A config that fits the session's device: the chosen one, or the untuned one."""
     space = CmpSpace(graph, session.info.record)
     config = chosen or default(space)
     space.check(config)

@@ -1,4 +1,4 @@
-"""The command line: `spantune tune | ablate | edge | kernels | space | show | best | compare | estimate | lint`.
+"""The command line: `spantune tune | ablate | edge | kernels | trace | space | show | best | compare | estimate | lint`.
 
 Exit codes: 0 done; 1 it failed; 2 bad input; 3 nothing beats the default config significantly; 130 Ctrl-C.
 """
@@ -44,6 +44,7 @@ from tuner.residency import residencies
 from tuner.sampling import SAMPLERS
 from tuner.seeds import seeds
 from tuner.study import StudyResult, publish, run_study
+from tuner.trace_command import render_trace, trace_config
 from workloads import decode_step, registry
 from workloads.errors import InputError, SpantuneError
 
@@ -126,6 +127,15 @@ def _parser() -> argparse.ArgumentParser:
     kernels.add_argument("--out", type=Path, metavar="FILE", help="writes the config, a start for tune")
     kernels.add_argument("--json", action="store_true", help="print every number as JSON")
     kernels.set_defaults(run=_kernels)
+    trace = commands.add_parser(
+        "trace", help="when each kernel entered, could read its input, and was done, on which SM"
+    )
+    _add_workload(trace)
+    trace.add_argument("--config", type=Path, metavar="FILE", help="a config or a best file (default: untuned)")
+    trace.add_argument("--replays", type=int, default=20, help="traced replays (default 20)")
+    trace.add_argument("--out", type=Path, metavar="FILE", help="writes the replay of median span for Perfetto")
+    trace.add_argument("--json", action="store_true", help="print every number as JSON")
+    trace.set_defaults(run=_trace)
     edge = commands.add_parser("edge", help="what an early launch is worth on one edge, by where the consumer waits")
     _add_measured(edge)
     edge.add_argument("--edge", required=True, metavar="'A0>B0'", help="producer and consumer")
@@ -319,6 +329,12 @@ def _kernels(arguments: argparse.Namespace) -> int:
     spec = _spec(arguments)
     found = tune_kernels(spec, arguments.out)
     print(json.dumps(found.to_json(), indent=1) if arguments.json else render_kernels(graph_of(spec), found))
+    return OK
+
+
+def _trace(arguments: argparse.Namespace) -> int:
+    found = trace_config(_spec(arguments), arguments.config, replays=arguments.replays, out=arguments.out)
+    print(json.dumps(found.to_json(), indent=1) if arguments.json else render_trace(found))
     return OK
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from backends.cuda import driver
 from backends.cuda.kernels import Kernels
 from backends.errors import GraphMismatch
+from backends.measure.trace import RECORD_BYTES
 from backends.plan.encode import arrival_args, grid_args, map_specs
 from backends.plan.launches import KernelNode, LaunchPlan, PlanEdge
 from backends.plan.outline import END, REFRESH, START, outline
@@ -51,10 +52,12 @@ def build_graph(
     bracket: Bracket | None = None,
     delay_us: int = 0,
     later: Sequence[Mapping[str, int]] = (),
+    trace: int = 0,
 ) -> driver.Graph:
     """Builds, checks and instantiates the graph of a plan; with a bracket and no plan, the empty bracket.
 
-    `addresses` are those of a plan's first layer; `later` those of the layers after it.
+    `addresses` are those of a plan's first layer; `later` those of the layers after it. `trace` is where a traced plan
+    writes its records, CTA after CTA in node order.
 
     Raises:
         GraphMismatch: the driver holds other edges than the plan.
@@ -95,13 +98,15 @@ def kernel_launches(
     maps: MapCache,
     bracket: Bracket | None,
     delay_us: int,
+    trace: int = 0,
 ) -> dict[str, KernelLaunch]:
     """What each node of `backends.plan.outline.outline` launches, in its order; loads kernels and encodes maps."""
     found: dict[str, KernelLaunch] = {}
     if bracket is not None:
         found = {REFRESH: _refresh(kernels, bracket), START: _stamp(kernels, bracket.stamps)}
     for node in plan.nodes if plan else ():
-        arguments = _arguments(node, layers[node.layer], maps, delay_us)
+        arguments = _arguments(node, layers[node.layer], maps, delay_us, trace)
+        trace += RECORD_BYTES * node.ctas if trace else 0
         found[node.op] = KernelLaunch(
             kernels.grid(node), node.grid, node.threads, node.shared_bytes, arguments, node.priority
         )
@@ -164,7 +169,7 @@ def _add(graph: driver.Graph, launch: KernelLaunch) -> Any:
 
 
 def _arguments(
-    node: KernelNode, addresses: Mapping[str, int], maps: MapCache, delay_us: int
+    node: KernelNode, addresses: Mapping[str, int], maps: MapCache, delay_us: int, trace: int
 ) -> list[ctypes.Array[ctypes.c_char]]:
     """The parameter of a node: the blocks of its parts, one behind the other, finalisers behind their producers."""
     body, first = b"", 0
@@ -175,7 +180,8 @@ def _arguments(
             continue
         producer = part
         encoded = [maps.get(spec, addresses[spec.tensor]) for spec in map_specs(part.operands)]
-        body += grid_args(part, addresses, encoded, first_cta=first, delay_us=delay_us)
+        records = trace + RECORD_BYTES * first if trace else 0
+        body += grid_args(part, addresses, encoded, first_cta=first, delay_us=delay_us, trace=records)
         first += part.ctas
     return [ctypes.create_string_buffer(body, len(body))]
 

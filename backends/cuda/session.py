@@ -22,6 +22,7 @@ from backends.cuda.kernels import Kernels
 from backends.errors import MeasurementVoid, UnsafePlan
 from backends.measure.protocol import Protocol
 from backends.measure.stats import hodges_lehmann, trimmed_mean
+from backends.measure.trace import RECORD_BYTES, RECORD_WORDS, Trace, parse
 from backends.measure.verify import POISON, Variant, Verifier
 from backends.megakernel.build import ResidentPlan
 from backends.plan import launches
@@ -41,7 +42,8 @@ SLOTS = 4096  # stamp pairs that one measuring call may hold before it reads the
 class CudaExecutable:
     """A config's graphs, one per rotation set; `verified` once its outputs have a passing verdict.
 
-    `evict` tells that it touches so little of a set that rotation alone would leave that in L2.
+    `evict` tells that it touches so little of a set that rotation alone would leave that in L2. `records` is where a
+    traced one writes.
     """
 
     plan: launches.LaunchPlan | QueuePlan | None
@@ -51,11 +53,15 @@ class CudaExecutable:
     resident: ResidentPlan | None = None
     verified: bool = False
     evict: bool = False
+    records: int = 0
 
     def close(self) -> None:
         for graph in self.graphs:
             graph.close()
         self.graphs = []
+        if self.records:
+            driver.free(self.records)
+            self.records = 0
         if self.resident is not None:
             self.resident.close()
             self.resident = None
@@ -202,6 +208,41 @@ class CudaSession:
                 executable.graphs.append(self._graph(plan, index))
         return executable
 
+    def traced(self, verified: Executable) -> CudaExecutable:
+        """A verified plan in a build that writes trace records, for `verify`, `measure` and `trace`.
+
+        Raises:
+            ValueError: `verified` has no passing verdict.
+        """
+        source = _own(verified)
+        if not source.verified or not isinstance(source.plan, launches.LaunchPlan):
+            raise ValueError("only a plan with a passing verdict can be traced")
+        plan = launches.traced(source.plan)
+        executable = CudaExecutable(plan, plan.key(), source.numerics_key, [])
+        with _closing_on_error(executable):
+            executable.records = driver.allocate(RECORD_BYTES * sum(node.ctas for node in plan.nodes))
+            for index in range(len(self._sets)):
+                executable.graphs.append(self._graph(plan, index, trace=executable.records))
+        return executable
+
+    def trace(self, traced: Executable, replays: int) -> list[Trace]:
+        """Records of timed replays, each on a cold set behind untimed ones, like the readings of `measure`."""
+        run = _own(traced)
+        if not run.records or not isinstance(run.plan, launches.LaunchPlan):
+            raise ValueError("only a traced executable writes records")
+        kernels = [(node.op, node.ctas) for node in run.plan.nodes]
+        words = (ctypes.c_uint64 * (RECORD_WORDS * sum(ctas for _, ctas in kernels)))()
+        stamps = (ctypes.c_uint64 * 2).from_address(self._readings)
+        found = []
+        for _ in range(replays):
+            self._queue(run, 0)
+            driver.synchronize(self._gpu.stream)
+            driver.copy_to_host(ctypes.addressof(words), run.records, ctypes.sizeof(words), self._gpu.stream)
+            driver.synchronize(self._gpu.stream)
+            span_us = (stamps[1] - stamps[0]) / 1000
+            found.append(Trace(parse(list(words), kernels, stamps[0]), span_us, self._gpu.record.sm_count))
+        return found
+
     def steady(self, verified: Executable, layers: int) -> CudaExecutable:
         """Graphs of a verified plan for several layers in a row, each on a set of its own; see `launches.chained`.
 
@@ -276,13 +317,14 @@ class CudaSession:
         delay_us: int = 0,
         construction: str = "direct",
         before: Sequence[int] = (),
+        trace: int = 0,
     ) -> driver.Graph:
         """The graph of a set; `before` are the sets of the layers that come before the last one."""
         first, *later = (self._addresses(i) for i in (*before, index))
         inputs = (plan, self.kernels, first, self._maps, self._gpu.stream)
         if construction == "streams":
             return capture_graph(*inputs, self._pool, bracket=self._bracket(index), delay_us=delay_us)
-        return build_graph(*inputs, bracket=self._bracket(index), delay_us=delay_us, later=later)
+        return build_graph(*inputs, bracket=self._bracket(index), delay_us=delay_us, later=later, trace=trace)
 
     def verify(self, executable: Executable) -> Verdict:
         """See `Session.verify`."""

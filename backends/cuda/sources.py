@@ -85,7 +85,7 @@ def grid_source(keys: Sequence[CompileKey]) -> str:
 
 
 def _part(key: CompileKey, op: DeviceOp) -> str:
-    extras = ", ".join(str(extra).lower() for extra in (key.loops, key.prefetches, key.delays, key.waits))
+    extras = ", ".join(str(extra).lower() for extra in (key.loops, key.prefetches, key.delays, key.waits, key.traces))
     return f"spantune::GridPart<spantune::{op.expression(key)}, {op.maps}, {extras}>"
 
 

@@ -44,6 +44,7 @@ class CompileKey:
         prefetches: whether it brings weights of a later op into L2.
         delays: fault injection, whether a triggering thread sleeps before it goes on.
         waits: false only in binaries that are timed without their dependencies.
+        traces: whether every CTA writes a trace record.
     """
 
     kind: str
@@ -55,6 +56,7 @@ class CompileKey:
     prefetches: bool = False
     delays: bool = False
     waits: bool = True
+    traces: bool = False
 
     def constant(self, name: str) -> str:
         """A constant as C++ spells it."""
@@ -253,6 +255,11 @@ def delayed(plan: LaunchPlan) -> LaunchPlan:
 def unordered(plan: LaunchPlan) -> LaunchPlan:
     """The same plan with kernels that never wait. For timing only: what they write means nothing."""
     return _with_binaries(plan, waits=False)
+
+
+def traced(plan: LaunchPlan) -> LaunchPlan:
+    """The same plan with kernels that write trace records."""
+    return _with_binaries(plan, traces=True)
 
 
 def _with_binaries(plan: LaunchPlan, **changes: Any) -> LaunchPlan:

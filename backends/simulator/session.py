@@ -10,12 +10,13 @@ from typing import Any
 from backends.base import DeviceInfo, Executable, SessionSpec, Verdict
 from backends.errors import UnsafePlan
 from backends.measure.protocol import Protocol
+from backends.measure.trace import Trace
 from backends.plan import launches
 from backends.plan.streams import constructed
 from backends.plan.verify import verify as verify_plan
 from backends.simulator.calibration import Calibration, load
 from backends.simulator.model import Model
-from backends.simulator.timeline import Timeline
+from backends.simulator.timeline import Timeline, records
 from search_spaces.cmp import CmpSpace
 from search_spaces.config import Config, MegakernelConfig, numerics_key
 from search_spaces.errors import IllegalConfig
@@ -87,6 +88,19 @@ class SimulatedSession:
         """Predicts a plan that is derived from a verified one by leaving out kernels or edges."""
         timeline = self._model.predict(plan, _own(verified).plan)
         return SimulatedExecutable(plan, plan.key(), "", timeline.span_us, timeline)
+
+    def traced(self, verified: Executable) -> SimulatedExecutable:
+        """The executable itself: predicted records cost nothing."""
+        return _own(verified)
+
+    def trace(self, traced: Executable, replays: int) -> list[Trace]:
+        """The predicted CTAs, the same in every replay. Which multiprocessor holds one is made up: the emptiest."""
+        run = _own(traced)
+        if run.plan is None or run.timeline is None:
+            raise ValueError("only a whole plan has a timeline")
+        names = {part.op: node.op for node in run.plan.nodes for part in node.parts}
+        sm_count = self.calibration.gpu.sm_count
+        return [Trace(records(run.timeline, names, sm_count), run.span_us, sm_count)] * replays
 
     def steady(self, verified: Executable, layers: int) -> SimulatedExecutable:
         """Predicts a plan for several layers in a row."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from backends.measure.trace import CtaRecord
+
 
 @dataclass(frozen=True)
 class OpTimes:
@@ -51,3 +53,18 @@ class Timeline:
     ops: Mapping[str, OpTimes]
     critical: tuple[str, ...]
     placements: tuple[Placement, ...]
+
+
+def records(timeline: Timeline, launches: Mapping[str, str], sm_count: int) -> tuple[CtaRecord, ...]:
+    """Trace records of a predicted run, by the launch of each op. A CTA is put where the fewest others are."""
+    free_at = [[0.0] for _ in range(sm_count)]  # ends of the CTAs that each multiprocessor held
+    found = []
+    for place in timeline.placements:
+        ready = max(place.start_us, timeline.ops[place.op].input_us)
+        load = [sum(end > place.start_us for end in ends) for ends in free_at]
+        for _ in range(place.ctas):
+            sm = load.index(min(load))
+            load[sm] += 1
+            free_at[sm].append(place.end_us)
+            found.append(CtaRecord(launches[place.op], place.start_us, min(ready, place.end_us), place.end_us, sm))
+    return tuple(found)

@@ -43,6 +43,10 @@ constexpr int kOperandSlots = 16;
 // Program points that an op announces, in program order. The values are the ABI of the trigger parameter.
 enum class Point : int { kNone = 0, kEntry = 1, kSetUp = 2, kWeightsIssued = 3, kInputsRead = 4, kStored = 5 };
 
+// Words of a trace record, 64 bits each: times of %globaltimer in nanoseconds, and the multiprocessor. One record a CTA
+// (grid shell) or a task (persistent shell). Mirrored by backends/measure/trace.py.
+enum class TraceWord : int { kEntry = 0, kReady = 1, kDone = 2, kSm = 3, kCount = 4 };
+
 // Role groups: the unit of acquire and of group synchronisation.
 enum class Group : int { kMath = 0, kWeights = 1, kInputs = 2 };
 

@@ -93,6 +93,11 @@ SPANTUNE_DEVICE uint32_t increment_relaxed_gpu(uint32_t* address, uint32_t last)
   return before;
 }
 
+SPANTUNE_DEVICE uint32_t sm_id() {
+  uint32_t id;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(id));
+  return id;
+}
 SPANTUNE_DEVICE uint64_t global_timer() {
   uint64_t now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)::"memory");

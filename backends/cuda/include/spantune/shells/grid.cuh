@@ -64,14 +64,15 @@ struct Cta {
 //   kPrefetches  whether it brings weights of a later op into L2
 //   kDelays      fault injection: whether a triggering thread sleeps before it goes on
 //   kWaits       false only where a time without the dependency is wanted; what such a kernel writes means nothing
+//   kTraces      whether a CTA writes down when it entered, had its main input, and was done
 template <class OpType, int kMapCount, bool kLoopsOverTiles, bool kPrefetchesWeights, bool kDelaysAfterTrigger,
-          bool kWaitsForProducers>
+          bool kWaitsForProducers, bool kTracesCtas>
 struct GridPart {
   using Op = OpType;
   using Args = GridArgs<kMapCount>;
   static constexpr int kMaps = kMapCount;
   static constexpr bool kLoops = kLoopsOverTiles, kPrefetches = kPrefetchesWeights, kDelays = kDelaysAfterTrigger;
-  static constexpr bool kWaits = kWaitsForProducers;
+  static constexpr bool kWaits = kWaitsForProducers, kTraces = kTracesCtas;
   static constexpr int kThreads = kMathThreads + (Op::kHasLoaders ? 2 * kWarpLanes : 0);
   static_assert(Op::kHasLoaders || !kLoops, "a row op has one CTA a tile");
 
@@ -93,6 +94,7 @@ class GridShell {
   // Which of its tiles the CTA is about to run. A trigger before the inputs are read counts in the CTA's first tile, a
   // later one in its last.
   SPANTUNE_DEVICE void begin(bool first, bool last) {
+    first_ = first;
     const bool counts = args_.trigger < static_cast<int>(Point::kInputsRead) ? first : last;
     trigger_ = counts ? args_.trigger : static_cast<int>(Point::kNone);
   }
@@ -117,6 +119,18 @@ class GridShell {
   template <Group kGroup>
   SPANTUNE_DEVICE void acquire() const {
     if constexpr (Part::kWaits) ptx::grid_dependency_wait();
+    if (kGroup == Group::kMath && first_) stamp(TraceWord::kReady);
+  }
+  // Writes the time into the CTA's record of a tracing build. One thread's work.
+  SPANTUNE_DEVICE void stamp(TraceWord word) const {
+    if constexpr (Part::kTraces) {
+      if (threadIdx.x == 0) record()[static_cast<int>(word)] = ptx::global_timer();
+    }
+  }
+  SPANTUNE_DEVICE void stamp_place() const {
+    if constexpr (Part::kTraces) {
+      if (threadIdx.x == 0) record()[static_cast<int>(TraceWord::kSm)] = ptx::sm_id();
+    }
   }
   // The wait that a schedule asks for at a point.
   SPANTUNE_DEVICE void wait_at(Point point) const {
@@ -144,11 +158,17 @@ class GridShell {
   SPANTUNE_DEVICE void sync_math() const { ptx::named_sync<1, kMathThreads>(); }
 
  private:
+  // Number of the CTA in its op.
+  SPANTUNE_DEVICE int64_t index() const {
+    return (static_cast<int64_t>(cta_.m) * args_.splits + cta_.split) * args_.ctas_x + cta_.x;
+  }
+  SPANTUNE_DEVICE uint64_t* record() const {
+    return reinterpret_cast<uint64_t*>(args_.trace) + index() * static_cast<int>(TraceWord::kCount);
+  }
   // This CTA's share of the weights that a later op will stream.
   SPANTUNE_DEVICE void prefetch() const {
     constexpr int kPiece = 16384;
-    const int64_t index = (static_cast<int64_t>(cta_.m) * args_.splits + cta_.split) * args_.ctas_x + cta_.x;
-    const uint64_t from = args_.prefetch_from + index * args_.prefetch_bytes;
+    const uint64_t from = args_.prefetch_from + index() * args_.prefetch_bytes;
 #pragma unroll 1
     for (int at = 0; at < args_.prefetch_bytes; at += kPiece)
       ptx::prefetch_bulk(from + at, min(kPiece, args_.prefetch_bytes - at));
@@ -158,6 +178,7 @@ class GridShell {
   const Cta cta_;
   const uint32_t shared_;
   int trigger_;
+  bool first_ = true;
 };
 
 // What a finaliser sees of the shell when it runs in its producer's math group. The producer has waited for what both of
@@ -229,7 +250,7 @@ struct ArrivalPart {
   };
   static constexpr int kMaps = Producer::kMaps, kThreads = Producer::kThreads;
   static constexpr bool kLoops = Producer::kLoops, kPrefetches = Producer::kPrefetches, kDelays = Producer::kDelays;
-  static constexpr bool kWaits = Producer::kWaits;
+  static constexpr bool kWaits = Producer::kWaits, kTraces = Producer::kTraces;
   static_assert(Op::kHasLoaders && !Finaliser::kHasLoaders && Finaliser::kPages == 0 && Finaliser::kBarriers == 0,
                 "a finaliser runs in the math group of an op with loaders, in its scratch");
 
@@ -291,6 +312,8 @@ SPANTUNE_DEVICE void run_part(const typename Part::Args& args, const Cta& cta) {
   using Op = typename Part::Op;
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   GridShell<Part> shell(args, cta, ptx::shared_address(shared_memory));
+  shell.stamp(TraceWord::kEntry);
+  shell.stamp_place();
   Tile tile{cta.m, cta.x, split_bound(args.k_blocks_per_split, args.k_blocks_left, cta.split),
             split_bound(args.k_blocks_per_split, args.k_blocks_left, cta.split + 1), cta.split};
   if (threadIdx.x == 0) shell.announce(Point::kEntry);
@@ -314,6 +337,7 @@ SPANTUNE_DEVICE void run_part(const typename Part::Args& args, const Cta& cta) {
       tile.n = next;
     }
   }
+  shell.stamp(TraceWord::kDone);
 }
 
 // Parameter blocks of the ops that share a launch, one behind the other.
