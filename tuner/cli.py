@@ -1,4 +1,4 @@
-"""The command line: `spantune tune | ablate | edge | kernels | trace | space | show | best | compare | estimate | lint`.
+"""The command line: `spantune COMMAND`, with the commands that `spantune --help` lists.
 
 Exit codes: 0 done; 1 it failed; 2 bad input; 3 nothing beats the default config significantly; 130 Ctrl-C.
 """
@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from backends.base import SessionSpec
 from backends.plan.streams import CONSTRUCTIONS
@@ -117,31 +117,30 @@ def _parser() -> argparse.ArgumentParser:
         "--construction", choices=CONSTRUCTIONS, default="direct", help="streams: also say which edges they add"
     )
     lint.set_defaults(run=_lint)
-    parts = commands.add_parser(
-        "ablate", help="where a config's time goes: branches, hand-offs, each stage, each chain"
-    )
-    _add_measured(parts)
-    parts.set_defaults(run=_ablate)
+    _add_studies_of_one_config(commands)
+    _add_estimate(commands.add_parser("estimate", help="how much of a model's decode step is gaps between kernels"))
+    return parser
+
+
+def _add_studies_of_one_config(commands: Any) -> None:
     kernels = commands.add_parser("kernels", help="tune kernel by kernel, each alone: the baseline that a search beats")
     _add_workload(kernels)
     kernels.add_argument("--out", type=Path, metavar="FILE", help="writes the config, a start for tune")
-    kernels.add_argument("--json", action="store_true", help="print every number as JSON")
     kernels.set_defaults(run=_kernels)
-    trace = commands.add_parser(
-        "trace", help="when each kernel entered, could read its input, and was done, on which SM"
-    )
-    _add_workload(trace)
-    trace.add_argument("--config", type=Path, metavar="FILE", help="a config or a best file (default: untuned)")
+    parts = commands.add_parser("ablate", help="where a config's time goes: branches, hand-offs, stages, chains")
+    edge = commands.add_parser("edge", help="what an early launch is worth on one edge, by where the consumer waits")
+    trace = commands.add_parser("trace", help="when each kernel entered, could read its input and was done, and where")
+    for parser, run in ((parts, _ablate), (edge, _edge), (trace, _trace)):
+        _add_workload(parser)
+        parser.add_argument("--config", type=Path, metavar="FILE", help="a config or a best file (default: untuned)")
+        parser.set_defaults(run=run)
+    for parser in (parts, edge):
+        parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"paired rounds of every row (default {ROUNDS})")
+    edge.add_argument("--edge", required=True, metavar="'A0>B0'", help="producer and consumer")
     trace.add_argument("--replays", type=int, default=20, help="traced replays (default 20)")
     trace.add_argument("--out", type=Path, metavar="FILE", help="writes the replay of median span for Perfetto")
-    trace.add_argument("--json", action="store_true", help="print every number as JSON")
-    trace.set_defaults(run=_trace)
-    edge = commands.add_parser("edge", help="what an early launch is worth on one edge, by where the consumer waits")
-    _add_measured(edge)
-    edge.add_argument("--edge", required=True, metavar="'A0>B0'", help="producer and consumer")
-    edge.set_defaults(run=_edge)
-    _add_estimate(commands.add_parser("estimate", help="how much of a model's decode step is gaps between kernels"))
-    return parser
+    for parser in (kernels, parts, edge, trace):
+        parser.add_argument("--json", action="store_true", help="print every number as JSON")
 
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
@@ -151,13 +150,6 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", metavar="A0,B0", help="only these ops of the graph")
     parser.add_argument("--device", help="cuda:N or sim:NAME (default: the first GPU, else sim:b300)")
     parser.add_argument("--l2", choices=("cold", "warm"), default="cold", help="whether weights start in L2")
-
-
-def _add_measured(parser: argparse.ArgumentParser) -> None:
-    _add_workload(parser)
-    parser.add_argument("--config", type=Path, metavar="FILE", help="a config or a best file (default: untuned)")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"paired rounds of every row (default {ROUNDS})")
-    parser.add_argument("--json", action="store_true", help="print every number as JSON")
 
 
 def _add_results(parser: argparse.ArgumentParser) -> None:

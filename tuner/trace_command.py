@@ -109,30 +109,41 @@ def trace(session: Session, graph: OpGraph, config: CmpConfig, *, replays: int, 
         if not verdict.passed:
             raise StudyFailed(f"the tracing build is wrong ({verdict.stage} check): {verdict.message}")
         traces = session.trace(traced, replays)
-        spans = bench.read([plain, traced], rounds, lambda: None)
+        plain_spans, traced_spans = bench.read([plain, traced], rounds, lambda: None)
         plan: LaunchPlan = bench.lower(config)
     middle = typical(traces)
     streams = {node.op: node.stream for node in plan.nodes}
-    use = utilisation(middle)
-    return Traced(median_windows(traces), streams, middle, use, *spans, len(traces), session.info.simulated)
+    return Traced(
+        windows=median_windows(traces),
+        streams=streams,
+        typical=middle,
+        use=utilisation(middle),
+        plain=plain_spans,
+        slowed=traced_spans,
+        replays=len(traces),
+        simulated=session.info.simulated,
+    )
 
 
 def render_trace(found: Traced) -> str:
     """The windows and what the multiprocessors did, for a terminal, without a final newline."""
-    rows = [("kernel", "stream", "CTAs", "SMs", "enters", "ready", "all ready", "done", "waiting", "working")]
+    rows: list[tuple[str, ...]] = [
+        ("kernel", "stream", "CTAs", "SMs", "enters", "ready", "all ready", "done", "waiting", "working")
+    ]
     for w in found.windows:
         times = (w.entry_us, w.ready_us, w.all_ready_us, w.done_us, w.waiting_us, w.working_us)
         rows.append((w.kernel, *map(str, (found.streams[w.kernel], w.ctas, w.sms)), *(f"{t:.2f}" for t in times)))
-    use, span_us = found.use, found.plain.span_us
+    use = found.use
     ratio, low, high = (100 * (x - 1) for x in found.slowed.over(found.plain))
     what = ", predicted by a model" if found.simulated else f", medians of {found.replays} replays"
+    held = f"{use.mean_active:.1f} of {found.typical.sm_count} multiprocessors hold a CTA ({100 * use.coverage:.1f} %)"
+    spans = f"span {found.plain.span_us:.3f}, of the tracing build {found.slowed.span_us:.3f}"
     return "\n".join(
         [
             f"microseconds after the first stamp{what}",
             *aligned(rows),
-            f"  {use.mean_active:.1f} of {found.typical.sm_count} multiprocessors hold a CTA ({100 * use.coverage:.1f} %), "
-            f"{use.mean_working:.1f} one with its input ready",
+            f"  {held}, {use.mean_working:.1f} one with its input ready",
             f"  kernel times sum to {use.kernel_sum_us:.2f} over {use.busy_us:.2f} from first entry to last done",
-            f"  span {span_us:.3f}, of the tracing build {found.slowed.span_us:.3f}: {ratio:+.2f} % ({low:+.2f} to {high:+.2f})",
+            f"  {spans}: {ratio:+.2f} % ({low:+.2f} to {high:+.2f})",
         ]
     )

@@ -15,8 +15,9 @@ this module does not know.
 
 Limits. Predicates and branch conditions are not evaluated, so code that is safe by correlated conditions fails. Slots
 are believed to hold what the op's operand row says, and early slots to be read as their op promises: which pages of a
-cache are loaded early is not seen here. Calls are believed to return behind themselves; code that the graph
-does not reach must hold no access. Indirect branches are not followed: such a kernel cannot be proved.
+cache are loaded early is not seen here, and that no op writes these is the plan verifier's part. Calls are believed to
+return behind themselves; code that the graph does not reach must hold no access. Indirect branches are not followed:
+such a kernel cannot be proved.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Proofs over launch plans. A verdict comes back with a witness; nothing here raises on an unsafe plan.
 
 What makes a path of edges enough, ordinary or programmatic: every kernel waits for its in-edges in every role before
-its first access to mutable data, so a kernel's completion implies that of all its ancestors.
+its first access to mutable data, so a kernel's completion implies that of all its ancestors. What an op kind reads
+before the wait (`OpKind.early_slots`) has no such path to lean on: no op of the graph may write it.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ from itertools import combinations
 from backends.base import Verdict
 from backends.plan.arrivals import fault_of
 from backends.plan.launches import LaunchPlan
-from workloads.graph import OpGraph, Role
+from workloads.graph import Op, OpGraph, Role
 from workloads.ops import KINDS
-from workloads.ops.base import Region, Tiling
+from workloads.ops.base import EarlyRead, Region, Tiling
 
 
 def verify(graph: OpGraph, plan: LaunchPlan, sm_count: int = 0) -> Verdict:
     """Proves that a plan orders every read after its writer and every two writers of one place.
 
     Checked: nodes run the graph's ops, edges join known nodes, the plan is acyclic, each data edge and each pair of
-    overlapping writers, or of a writer and an unrelated reader, is joined by a path, and what is brought into L2 ahead
-    of its use is a weight. Ops of one launch run side by side: no path joins them. A finaliser inside the launch of its
-    producer is ordered after it in what it reads of it alone, where each of its tiles' group holds exactly the tiles of
-    the producer that write what it reads.
+    overlapping writers, or of a writer and an unrelated reader, is joined by a path, what is brought into L2 ahead of
+    its use is a weight, and what is read before a wait is written by no op. Ops of one launch run side by side: no path
+    joins them. A finaliser inside the launch of its producer is ordered after it in what it reads of it alone, where
+    each of its tiles' group holds exactly the tiles of the producer that write what it reads.
 
     CTAs that share a finaliser's work wait for others of their launch, so there must be fewer of them in the plan than
     multiprocessors: one is then left on which everything else ends, and the CTAs that they wait for find room there.
@@ -35,16 +36,9 @@ def verify(graph: OpGraph, plan: LaunchPlan, sm_count: int = 0) -> Verdict:
         plan: to be proved.
         sm_count: multiprocessors of the GPU; by default no CTA may wait for others of its launch.
     """
-    names = [part.op for part in plan.parts()]
-    if sorted(names) != sorted(graph.ops):
-        return _unsafe(f"plan runs {', '.join(names)}, but {graph.name} has {', '.join(graph.ops)}")
-    nodes = {node.op for node in plan.nodes}
-    for edge in plan.edges:
-        if edge.producer not in nodes or edge.consumer not in nodes:
-            return _unsafe(f"edge {edge.producer} -> {edge.consumer} names a launch that is not in the plan")
-    for part in plan.parts():
-        if part.prefetch is not None and graph.tensors[part.prefetch.tensor].role is not Role.WEIGHT:
-            return _unsafe(f"{part.op} brings {part.prefetch.tensor} into L2, which is no weight")
+    fault = _check_parts(graph, plan) or _check_early(graph, plan)
+    if fault is not None:
+        return fault
     before = ancestors(plan)
     if before is None:
         return _unsafe("the edges form a cycle")
@@ -59,6 +53,21 @@ def verify(graph: OpGraph, plan: LaunchPlan, sm_count: int = 0) -> Verdict:
         if data.producer not in before[data.consumer]:
             return _unsafe(f"{data.consumer} reads {data.tensor}, but no path orders it after {data.producer}")
     return _check_hazards(graph, plan, before, arrived) or Verdict(True, "plan")
+
+
+def _check_parts(graph: OpGraph, plan: LaunchPlan) -> Verdict | None:
+    """Whether a plan runs the graph's ops, joins launches that it has, and prefetches weights only."""
+    names = [part.op for part in plan.parts()]
+    if sorted(names) != sorted(graph.ops):
+        return _unsafe(f"plan runs {', '.join(names)}, but {graph.name} has {', '.join(graph.ops)}")
+    nodes = {node.op for node in plan.nodes}
+    for edge in plan.edges:
+        if edge.producer not in nodes or edge.consumer not in nodes:
+            return _unsafe(f"edge {edge.producer} -> {edge.consumer} names a launch that is not in the plan")
+    for part in plan.parts():
+        if part.prefetch is not None and graph.tensors[part.prefetch.tensor].role is not Role.WEIGHT:
+            return _unsafe(f"{part.op} brings {part.prefetch.tensor} into L2, which is no weight")
+    return None
 
 
 def _arrived(graph: OpGraph, plan: LaunchPlan) -> set[tuple[str, str, str]] | Verdict:
@@ -98,6 +107,35 @@ def ancestors(plan: LaunchPlan) -> dict[str, set[str]] | None:
     ops = {node.op: {part.op for part in node.parts} for node in plan.nodes}
     before = {name: set().union(*(ops[n] for n in nodes)) for name, nodes in found.items()}
     return {op: before[name] for name in ops for op in ops[name]}
+
+
+def _check_early(graph: OpGraph, plan: LaunchPlan) -> Verdict | None:
+    """Reads before the wait: each must be of what the caller or an earlier run wrote, whatever the plan's edges."""
+    for part in plan.parts():
+        kind = KINDS[graph.ops[part.op].kind]
+        for slot, operand in zip(kind.slots, part.operands, strict=True):
+            if slot not in kind.early_slots or isinstance(operand, int):
+                continue
+            tensor, reason = graph.tensors[operand.tensor], kind.early_slots[slot]
+            read = f"{part.op} may read {tensor.name} ({slot}) before its wait as {reason}"
+            if tensor.role not in (Role.WEIGHT, Role.INPUT, Role.STATE):
+                return _unsafe(f"{read}, but the run computes it: its role is {tensor.role}")
+            for writer in graph.writers(tensor.name):
+                if reason is not EarlyRead.OLD_ROWS:
+                    return _unsafe(f"{read}, but {writer} writes it")
+                if not _appends(graph, graph.ops[writer], tensor.name):
+                    return _unsafe(f"{read}, but {writer} may write any row of it")
+    return None
+
+
+def _appends(graph: OpGraph, op: Op, tensor: str) -> bool:
+    """Whether an op writes only rows of the run's own tokens, by a table that the caller wrote before the run."""
+    rows = KINDS[op.kind].appends
+    return all(
+        operand in rows and graph.tensors[op.tensor(rows[operand])].role is Role.INPUT
+        for operand, written in op.writes.items()
+        if written == tensor
+    )
 
 
 def _check_hazards(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 import struct
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,14 +25,18 @@ from backends.plan.launches import (
     transitive_reduction,
 )
 from backends.plan.verify import ancestors, verify
-from search_spaces.cmp import CmpSpace, default, serial
-from search_spaces.config import CmpConfig, from_json, numerics_key, run_key, to_json
+from search_spaces.cmp import Choice, CmpSpace, default, serial
+from search_spaces.config import NO_LIMIT_AHEAD, CmpConfig, from_json, numerics_key, run_key, to_json
 from search_spaces.errors import ConfigError, IllegalConfig
 from search_spaces.gpu import GpuRecord
 from tuner.legal import Repair
 from workloads.attention_pre.graph import build_graph
 from workloads.attention_pre.shapes import AttentionPreShape
-from workloads.ops.base import TensorMapSpec
+from workloads.graph import Role
+from workloads.ops import KINDS
+from workloads.ops.base import EarlyRead, TensorMapSpec
+from workloads.ops.index_key_finalise import IndexKeyFinalise
+from workloads.ops.paged_score import PagedScore
 from workloads.pdl_chain.graph import PdlChainShape
 from workloads.pdl_chain.graph import build_graph as build_chain
 
@@ -260,6 +266,68 @@ def test_a_prefetch_is_of_weights_and_stays_within_them() -> None:
     stray = replace(part, prefetch=replace(part.prefetch, tensor="q_fp8"))
     nodes = tuple(replace(n, parts=(stray,)) if n.op == "A0" else n for n in plan.nodes)
     assert "no weight" in verify(GRAPH, replace(plan, nodes=nodes)).message
+
+
+def key_writer_takes_any_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(IndexKeyFinalise, "appends", {})
+
+
+def rows_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(IndexKeyFinalise, "appends", {"cache": "partial"})
+
+
+def cache_passes_for_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PagedScore, "early_slots", {"key_map": EarlyRead.TABLE})
+
+
+def queries_are_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PagedScore, "early_slots", {"query_map": EarlyRead.OLD_ROWS})
+
+
+def logits_are_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PagedScore, "early_slots", {"logits": EarlyRead.TABLE})
+
+
+@pytest.mark.parametrize(
+    ("plant", "words"),
+    [
+        (key_writer_takes_any_row, "E1 may read indexer_cache (key_map) before its wait .* but B1f may write any row"),
+        (rows_are_computed, "E1 may read indexer_cache (key_map) before its wait .* but B1f may write any row"),
+        (cache_passes_for_a_table, "E1 may read indexer_cache (key_map) before its wait .* but B1f writes it"),
+        (queries_are_early, "E1 may read indexer_q_fp8 (query_map) before its wait .* its role is inner"),
+        (logits_are_early, "E1 may read logits (logits) before its wait .* its role is output"),
+    ],
+)
+def test_an_early_read_of_what_the_run_may_write_is_refused(
+    plant: Callable[[pytest.MonkeyPatch], None], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every plan: the strictest edges do not help a read that waits for none of them."""
+    plans = [lower(GRAPH, config, "sm_90a") for config in (default(SPACE), serial(SPACE))]
+    assert all(verify(GRAPH, plan).passed for plan in plans)
+    plant(monkeypatch)
+    for plan in plans:
+        verdict = verify(GRAPH, plan)
+        assert not verdict.passed
+        assert re.search(words.replace("(", r"\(").replace(")", r"\)"), verdict.message), verdict.message
+
+
+def test_early_slots_and_appended_tensors_are_operands_of_their_ops() -> None:
+    for op in GRAPH.ops.values():
+        kind = KINDS[op.kind]
+        assert set(kind.early_slots) <= set(kind.slots)
+        for written, rows in kind.appends.items():
+            assert written in op.writes and rows in op.reads
+            assert GRAPH.tensors[op.writes[written]].role is Role.STATE
+
+
+def test_query_blocks_and_keys_ahead_of_the_wait_are_dimensions() -> None:
+    choices = {d.name: d.values for d in SPACE.dimensions if isinstance(d, Choice)}
+    assert set(choices["E1.block_m"]) == {1, 2, 4, 8}
+    assert {0, NO_LIMIT_AHEAD} < set(choices["E1.w_ahead"])
+    for block_m in choices["E1.block_m"]:
+        tiling = replace(default(SPACE).ops["E1"].tiling, block_m=int(block_m))
+        plan = lower(GRAPH, with_ops(E1={"tiling": tiling}), "sm_90a")
+        assert plan.node("E1").parts[0].tiles[2] == 16 // block_m
 
 
 def test_a_part_of_a_plan_keeps_its_edges() -> None:

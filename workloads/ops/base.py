@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import ClassVar
 
 from workloads.graph import Op, OpGraph
@@ -130,18 +131,29 @@ Operand = Pointer | TensorMapSpec | int
 Splits = Mapping[str, int]  # partial tensor -> number of splits
 
 
+class EarlyRead(StrEnum):
+    """Why what an operand slot leads to, though no weight, may be read before an op's inputs are ready."""
+
+    TABLE = "a table that the caller writes"  # no op of the run writes the tensor
+    OLD_ROWS = "rows that were written before the run"  # all ops of the run that write the tensor append to it
+
+
 class OpKind(ABC):
     """The definition of one kind of op. Instances are stateless; one per kind lives in `workloads.ops.KINDS`.
 
-    `early_slots` are operand slots that device code may read before its inputs are ready although they hold no weight:
-    tables that the caller wrote, and caches, of which it reads only what no op of the run writes. Why that holds is
-    stated where the op is defined; the lint believes it.
+    `early_slots` are operand slots that device code may read before its inputs are ready although they hold no weight,
+    each with the reason. The plan verifier holds the reason against the other ops of the graph. That device code picks
+    old rows only is stated where the op is defined; verifier and lint believe it.
+
+    `appends` names what an op writes at the rows of the run's own tokens only, each with the operand that says which
+    rows these are: nothing that is there before the run is changed.
     """
 
     name: ClassVar[str]
     loaders: ClassVar[bool]  # has a W loader and an A loader warp besides the math group
     slots: ClassVar[tuple[str, ...]]  # operand slots, in the order of the device enum
-    early_slots: ClassVar[tuple[str, ...]] = ()
+    early_slots: ClassVar[Mapping[str, EarlyRead]] = {}
+    appends: ClassVar[Mapping[str, str]] = {}
     tiled: ClassVar[bool] = True  # whether the binary depends on the tiling at all
     constants: ClassVar[tuple[str, ...]] = ()  # op parameters that are template arguments
 

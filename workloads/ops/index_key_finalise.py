@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from workloads.errors import WorkloadError
 from workloads.graph import Op, OpGraph
 from workloads.ops.base import Domain, Operand, Pointer, Region, Splits, Tile, Tiling, whole
@@ -45,6 +48,7 @@ class IndexKeyFinalise(RowOp):
 
     name = "index_key_finalise"
     constants = ("hadamard", "neox")
+    appends: ClassVar[Mapping[str, str]] = {"cache": "slots"}
     slots = ("partial", "weight", "bias", "positions", "slots", "cos_sin", "cache", "splits", "m", "eps")
 
     def domain(self, op: Op, graph: OpGraph, tiling: Tiling) -> Domain:

@@ -9,11 +9,19 @@ What the device code reads before the wait rests on this contract with the calle
 - Tokens of one request are neighbours with ascending context lengths, each its position plus one.
 - A run writes keys only at positions from its request's first token on, `context_lens[first] - 1`. So page p of a
   request is old, that is constant in the run, if (p + 1) * 64 < context_lens[first]. Requests share old pages only.
+
+Between runs. The newest keys of one run are old in the next, and an early read waits for no kernel of its graph. It is
+safe because a page grows old only by a change of `context_lens`, which the caller makes between two launches of a
+graph: the stream orders these in full, so all writers of the earlier run are done. Layers that programmatic edges join
+in one graph see the same `context_lens` in all of them, and each has a cache of its own; even one cache for two layers
+would have its new rows at the same places in both, outside every old page. What would break this: to update
+`context_lens` or `block_table` inside the graph, or to order two launches by less than the stream does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from workloads.errors import WorkloadError
 from workloads.graph import Op, OpGraph
@@ -21,6 +29,7 @@ from workloads.ops.base import (
     PAGE_BYTES,
     SCRATCH_BYTES,
     Domain,
+    EarlyRead,
     Operand,
     OpKind,
     Pointer,
@@ -94,7 +103,12 @@ class PagedScore(OpKind):
         "pages",
         "stride",
     )
-    early_slots = ("key_map", "scale_map", "block_table", "context_lens")
+    early_slots: ClassVar[Mapping[str, EarlyRead]] = {
+        "key_map": EarlyRead.OLD_ROWS,
+        "scale_map": EarlyRead.OLD_ROWS,
+        "block_table": EarlyRead.TABLE,
+        "context_lens": EarlyRead.TABLE,
+    }
     constants = ("heads",)
 
     def tunables(self, op: Op, graph: OpGraph) -> Mapping[str, tuple[int | str, ...]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from workloads.errors import WorkloadError
 from workloads.graph import Op, OpGraph
 from workloads.ops.base import K_BLOCK, Domain, Operand, Pointer, Region, Splits, Tile, Tiling, rows_of, whole
@@ -56,6 +59,7 @@ class QkvFinalise(RowOp):
 
     name = "qkv_finalise"
     constants = ("q_size",)
+    appends: ClassVar[Mapping[str, str]] = {"cache": "slots"}
     slots = (
         "partial",
         "q_weight",
