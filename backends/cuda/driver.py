@@ -204,10 +204,7 @@ def destroy_stream(stream: object) -> None:
 
 
 def create_event() -> Any:
-    """An event without timing, as programmatic events must be.
-
-    NOTE: a launch refuses an event that was recorded outside of a capture before (invalid handle, driver 580).
-    """
+    """An event without timing, as programmatic events must be."""
     return call("cuEventCreate", int(_bindings().CUevent_flags.CU_EVENT_DISABLE_TIMING))
 
 
@@ -416,6 +413,7 @@ def _event_attribute(event: object, at_start: bool) -> Any:
     NOTE: also for the begin, a programmatic event that is triggered at block start. `griddepcontrol.wait` does not see
     a launch completion event, so a consumer that waited for one would read too early.
     """
-    content = _bindings().CUlaunchAttributeValue().programmaticEvent
+    value = _bindings().CUlaunchAttributeValue()
+    content = value.programmaticEvent  # lives in `value`, which must outlive it
     content.event, content.flags, content.triggerAtBlockStart = event, 0, int(at_start)
     return _attribute("PROGRAMMATIC_EVENT", "programmaticEvent", content)

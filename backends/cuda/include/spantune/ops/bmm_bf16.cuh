@@ -60,13 +60,16 @@ struct BmmBf16 {
     const int ahead = min(shell.w_ahead(), kChunks);
     const bool leads = shell.lane() == 0;
     if (leads) {
+#pragma unroll 1  // short code reaches the first copy sooner than unrolled code: its lines come from far away
       for (int i = 0; i < ahead; ++i) issue_weights(shell, map, tile, i);
     }
     __syncwarp();
     if (ahead < kChunks) {
       shell.template acquire<Group::kWeights>();
-      if (leads)
+      if (leads) {
+#pragma unroll 1
         for (int i = ahead; i < kChunks; ++i) issue_weights(shell, map, tile, i);
+      }
     }
     if (leads) shell.announce(Point::kWeightsIssued);
     __syncwarp();

@@ -69,15 +69,19 @@ struct GemmFp8 {
     const int blocks = tile.k_end - tile.k_begin, ahead = min(shell.w_ahead(), blocks);
     const bool leads = shell.lane() == 0;
     if (leads) {
+#pragma unroll 1  // short code reaches the first copy sooner than unrolled code: its lines come from far away
       for (int i = 0; i < min(ahead, kStages); ++i) issue_weights(shell, map, tile, i);
     }
     __syncwarp();
     if (ahead < min(blocks, kStages)) {
       shell.template acquire<Group::kWeights>();
-      if (leads)
+      if (leads) {
+#pragma unroll 1
         for (int i = ahead; i < min(blocks, kStages); ++i) issue_weights(shell, map, tile, i);
+      }
     }
     if (leads) {
+#pragma unroll 1
       for (int i = kStages; i < blocks; ++i) {
         ptx::barrier_wait(empty(shell, i % kStages), ((i / kStages) & 1) ^ 1);
         issue_weights(shell, map, tile, i);
@@ -95,6 +99,7 @@ struct GemmFp8 {
     if (shell.lane() == 0) {
       const float* scales = shell.template pointer<float>(GemmSlots::kInputScale) + tile.m * kTokens;
       const int stride = shell.scalar(GemmSlots::kScaleStride);
+#pragma unroll 1
       for (int i = 0; i < tile.k_end - tile.k_begin; ++i) {
         const int stage = i % kStages, k = tile.k_begin + i;
         if (i >= kStages) ptx::barrier_wait(empty(shell, stage), ((i / kStages) & 1) ^ 1);

@@ -282,7 +282,7 @@ template <class Part, class Shell>
 SPANTUNE_DEVICE void run_tile(const Shell& shell, const Tile& tile, bool first) {
   using Op = typename Part::Op;
   const int warp = threadIdx.x / kWarpLanes;
-  if (warp == kMathWarps) {
+  if (__builtin_expect(warp == kMathWarps, 1)) {  // its code comes first: all else waits for its copies
     // The W loader makes the barriers itself: its first loads wait for no other warp. Their tensor map is fetched meanwhile.
     if (shell.lane() == kWarpLanes - 1) ptx::prefetch_map(Op::weight_map(shell));
     for (int i = shell.lane(); i < Op::kBarriers; i += kWarpLanes) {
