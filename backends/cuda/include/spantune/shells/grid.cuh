@@ -285,9 +285,13 @@ SPANTUNE_DEVICE void run_tile(const Shell& shell, const Tile& tile, bool first) 
   if (__builtin_expect(warp == kMathWarps, 1)) {  // its code comes first: all else waits for its copies
     // The W loader makes the barriers itself: its first loads wait for no other warp. Their tensor map is fetched meanwhile.
     if (shell.lane() == kWarpLanes - 1) ptx::prefetch_map(Op::weight_map(shell));
-    for (int i = shell.lane(); i < Op::kBarriers; i += kWarpLanes) {
-      if (Part::kLoops && !first) ptx::barrier_invalidate(shell.barrier(i));
-      ptx::barrier_init(shell.barrier(i), Op::arrivals(i));
+    // One lane makes all barriers: with a barrier a lane, the assembler makes one after the other in a loop over lanes.
+    if (shell.lane() == 0) {
+#pragma unroll
+      for (int i = 0; i < Op::kBarriers; ++i) {
+        if (Part::kLoops && !first) ptx::barrier_invalidate(shell.barrier(i));
+        ptx::barrier_init(shell.barrier(i), Op::arrivals(i));
+      }
     }
     ptx::barrier_init_fence();
     __syncwarp();
