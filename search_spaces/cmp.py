@@ -298,8 +298,9 @@ def default_tiling(graph: OpGraph, name: str, gpu: GpuRecord) -> Tiling:
     tiling = dict(Tiling().__dict__) | {field: values[0] for field, values in choices.items()}
     if "core" in choices and gpu.cores()[-1] in choices["core"]:
         tiling["core"] = gpu.cores()[-1]
-    best = 1
-    for split in sorted(int(s) for s in choices.get("split_k", (1,))):
+    splits = sorted(int(s) for s in choices.get("split_k", (1,)))
+    best = splits[0]
+    for split in splits:
         domain = kind.domain(op, graph, Tiling(**{**tiling, "split_k": split}))
         if domain.num_tiles <= gpu.sm_count and domain.k_blocks >= 2 * split:
             best = split

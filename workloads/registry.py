@@ -12,6 +12,8 @@ from workloads.attention_pre.graph import build_graph as attention_pre_graph
 from workloads.attention_pre.shapes import AttentionPreShape
 from workloads.errors import WorkloadError
 from workloads.graph import OpGraph
+from workloads.output_norm.graph import OutputNormShape
+from workloads.output_norm.graph import build_graph as output_norm_graph
 from workloads.pdl_chain.graph import PdlChainShape
 from workloads.pdl_chain.graph import build_graph as pdl_chain_graph
 
@@ -76,6 +78,7 @@ WORKLOADS = {
         Workload(
             "attention_pre", AttentionPreShape, attention_pre_graph, "workloads.attention_pre", attention_pre_stages
         ),
+        Workload("output_norm", OutputNormShape, output_norm_graph, "workloads.output_norm"),
         Workload("pdl_chain", PdlChainShape, pdl_chain_graph, "workloads.pdl_chain"),
     )
 }

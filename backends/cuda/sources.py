@@ -37,7 +37,9 @@ def _gemm(epilogue: str) -> Callable[[CompileKey], str]:
 
 DEVICE_OPS: dict[str, DeviceOp] = {
     "add_rmsnorm_quant": DeviceOp(
-        "ops/add_rmsnorm_quant.cuh", 0, lambda k: f"AddRmsnormQuant<{k.constant('hidden_size')}>"
+        "ops/add_rmsnorm_quant.cuh",
+        0,
+        lambda k: f"AddRmsnormQuant<{k.constant('hidden_size')}, {k.constant('partials')}>",
     ),
     "qkv_finalise": DeviceOp("ops/qkv_finalise.cuh", 0, lambda k: f"QkvFinalise<{k.constant('q_size')}>"),
     "index_key_finalise": DeviceOp(

@@ -25,6 +25,8 @@ from tuner import cli
 from workloads.attention_pre.graph import build_graph
 from workloads.attention_pre.shapes import AttentionPreShape
 from workloads.ops import KINDS
+from workloads.output_norm.graph import OutputNormShape
+from workloads.output_norm.graph import build_graph as build_output
 from workloads.pdl_chain.graph import PdlChainShape
 from workloads.pdl_chain.graph import build_graph as build_chain
 
@@ -34,8 +36,8 @@ needs_disassembler = pytest.mark.skipif(disassembler() is None, reason="needs nv
 
 
 def kernels(arch: str) -> Iterator[tuple[str, CompileKey, Slots]]:
-    """Each op of both workloads at its default tiling, on every core of the target, with what it can be built with."""
-    for graph in (build_graph(AttentionPreShape()), build_chain(PdlChainShape(layers=1))):
+    """Each op of the workloads at its default tiling, on every core of the target, with what it can be built with."""
+    for graph in (build_graph(AttentionPreShape()), build_output(OutputNormShape()), build_chain(PdlChainShape(layers=1))):
         space = CmpSpace(graph, replace(H200, arch=arch))
         config = space.decode({})
         for name, schedule in config.ops.items():

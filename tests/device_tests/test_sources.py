@@ -19,6 +19,8 @@ from workloads.attention_pre.graph import build_graph
 from workloads.attention_pre.shapes import AttentionPreShape
 from workloads.ops import KINDS
 from workloads.ops.base import Tiling
+from workloads.output_norm.graph import OutputNormShape
+from workloads.output_norm.graph import build_graph as build_output
 from workloads.pdl_chain.graph import PdlChainShape
 from workloads.pdl_chain.graph import build_graph as build_chain
 
@@ -27,9 +29,9 @@ H200 = GpuRecord("NVIDIA H200", "sm_90a", 132, 60 << 20, 233472, 232448)
 
 
 def default_keys(arch: str) -> dict[str, CompileKey]:
-    """One compile key per op of both workloads, at default tilings, on the portable core and on wgmma."""
+    """One compile key per op of the workloads, at default tilings, on the portable core and on wgmma."""
     keys = {}
-    for graph in (build_graph(AttentionPreShape()), build_chain(PdlChainShape(layers=1))):
+    for graph in (build_graph(AttentionPreShape()), build_output(OutputNormShape()), build_chain(PdlChainShape(layers=1))):
         space = CmpSpace(graph, replace(H200, arch=arch))
         for name, schedule in space.decode({}).ops.items():
             op = graph.ops[name]
@@ -75,7 +77,7 @@ def test_persistent_kernels_assemble(arch: str, cache: Path) -> None:
     keys = default_keys(arch)
     first = [keys["A0-mma_sync"], keys["B0-mma_sync"], keys["B0f-mma_sync"]]
     assert jit.build(persistent_source(first), arch, cache).spill_bytes == 0
-    layer = {key.kind: key for name, key in keys.items() if not name.startswith("L")}
+    layer = {key.kind: key for name, key in keys.items() if name[0] not in "LON"}
     assert jit.build(persistent_source(list(layer.values())), arch, cache).registers > 0
 
 

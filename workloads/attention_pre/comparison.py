@@ -35,6 +35,16 @@ def compare(
     """
     known = (*limits.REQUIRED, *limits.OPTIONAL)
     chosen = set(names) if names is not None else {*limits.REQUIRED, *(name for name in known if name in got)}
+    found, usable = usable_tensors(known, chosen, got, want)
+    judge = _LayerJudge(shape, usable, want, core)
+    judge.run()
+    return found + [m for m in judge.found if m.tensor in chosen]
+
+
+def usable_tensors(
+    known: Iterable[str], chosen: set[str], got: Tensors, want: Tensors
+) -> tuple[list[Mismatch], dict[str, torch.Tensor]]:
+    """Mismatches of tensors that are missing or of another kind than the reference's, and the others."""
     found: list[Mismatch] = []
     usable: dict[str, torch.Tensor] = {}
     for name in known:
@@ -46,41 +56,21 @@ def compare(
             found.append(Mismatch(name, rule, 1, (), float("nan"), float("nan")))
         else:
             usable[name] = got[name]
-    judge = _Judge(shape, usable, want, core)
-    judge.run()
-    return found + [m for m in judge.found if m.tensor in chosen]
+    return found, usable
 
 
 def _kind(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-class _Judge:
-    """Walks the layer in data order, carrying which token rows are settled."""
+class Judge:
+    """Checks tensors with one row a token against the reference, carrying which rows are settled."""
 
-    def __init__(self, shape: AttentionPreShape, got: Tensors, want: Tensors, core: str) -> None:
-        self.shape, self.got, self.want = shape, got, want
+    def __init__(self, rows: int, got: Tensors, want: Tensors, core: str) -> None:
+        self.rows, self.got, self.want = rows, got, want
         self.fp8_flips, self.mixed_flips = limits.FP8_FLIPS[core], limits.FP8_MIXED_FLIPS[core]
         self.found: list[Mismatch] = []
-        self.settled = want["logits"].new_ones(shape.m, dtype=torch.bool)
-
-    def run(self) -> None:
-        inputs_known = self.settled
-        if "residual_out" in self.got:
-            self._exact("residual_out")
-        normed = self._rows_equal("norm_out")
-        self._close("norm_out", inputs_known)
-        h = inputs_known & self._activations("h_fp8", "h_sf", inputs_known)
-        self._near("gate_raw", self._value("gate_raw"), normed)
-        q = h & self._activations("q_fp8", "q_sf", h)
-        self._latents(h)
-        keys = h & self._keys(h)
-        self._close("q_nope", q)
-        self._close("q_for_sparse_mla", q)
-        query = q & normed & self._index_query(q, normed)
-        # A token's scores read every key that this step wrote for its request.
-        together = keys.view(self.shape.requests, -1).all(1).repeat_interleave(self.shape.tokens)
-        self._logits(query & together)
+        self.settled = next(iter(want.values())).new_ones(rows, dtype=torch.bool)
 
     def _value(self, name: str) -> torch.Tensor | None:
         return self.got[name].double() if name in self.got else None
@@ -172,8 +162,7 @@ class _Judge:
 
     def _activations(self, name: str, scale_name: str, settled: torch.Tensor) -> torch.Tensor:
         """Checks quantised activations and their MN-major scales; returns the rows that equal the reference's."""
-        rows = self.shape.m
-        scales = [side.get(scale_name, self.want[scale_name])[:, :rows].T for side in (self.got, self.want)]
+        scales = [side.get(scale_name, self.want[scale_name])[:, : self.rows].T for side in (self.got, self.want)]
         if scale_name in self.got:
             self._pow2_scales(scale_name, scales[0], scales[1], settled)
         if name not in self.got:
@@ -192,6 +181,32 @@ class _Judge:
         legal = (ratio == 1) | (ratio == 0.5) | (ratio == 2)
         self._add(name, "is a wrong scale", ~legal, (got - want).abs(), [got, want])
         self._flips(name, "is off by a power of two", ratio != 1, limits.SCALE_FLIPS, 1, settled)
+
+
+class _LayerJudge(Judge):
+    """Walks the layer in data order."""
+
+    def __init__(self, shape: AttentionPreShape, got: Tensors, want: Tensors, core: str) -> None:
+        super().__init__(shape.m, got, want, core)
+        self.shape = shape
+
+    def run(self) -> None:
+        inputs_known = self.settled
+        if "residual_out" in self.got:
+            self._exact("residual_out")
+        normed = self._rows_equal("norm_out")
+        self._close("norm_out", inputs_known)
+        h = inputs_known & self._activations("h_fp8", "h_sf", inputs_known)
+        self._near("gate_raw", self._value("gate_raw"), normed)
+        q = h & self._activations("q_fp8", "q_sf", h)
+        self._latents(h)
+        keys = h & self._keys(h)
+        self._close("q_nope", q)
+        self._close("q_for_sparse_mla", q)
+        query = q & normed & self._index_query(q, normed)
+        # A token's scores read every key that this step wrote for its request.
+        together = keys.view(self.shape.requests, -1).all(1).repeat_interleave(self.shape.tokens)
+        self._logits(query & together)
 
     def _written(self) -> torch.Tensor:
         """Tokens that write the caches, int64."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from workloads.errors import WorkloadError
-from workloads.graph import Op, OpGraph
+from workloads.graph import Op, OpGraph, Role
 from workloads.ops.base import K_BLOCK, MATH_THREADS, Domain, Operand, Pointer, Region, Splits, Tile, Tiling, rows_of
 from workloads.ops.row_op import RowOp, float_bits
 
@@ -25,6 +25,8 @@ def add_rmsnorm_quant(
 ) -> None:
     """Records r = bf16(hidden + residual), n = bf16(RMSNorm(r)), FP8 of n.
 
+    Where `hidden` is a partial, its sum over splits, in index order and rounded to bf16, stands for it.
+
     Shapes: hidden, residual, residual_out, norm_out, quantised [M, H]; weight [H]; scale [H/128, M padded to 4].
 
     Raises:
@@ -39,7 +41,7 @@ def add_rmsnorm_quant(
             "add_rmsnorm_quant",
             {"hidden": hidden, "residual": residual, "weight": weight},
             {"residual_out": residual_out, "norm_out": norm_out, "quantised": quantised, "scale": scale},
-            {"hidden_size": size, "eps": eps},
+            {"hidden_size": size, "partials": graph.tensors[hidden].role is Role.PARTIAL, "eps": eps},
         )
     )
 
@@ -48,7 +50,7 @@ class AddRmsnormQuant(RowOp):
     """See `add_rmsnorm_quant`. Every tile of a token reads the token's whole row, for the mean."""
 
     name = "add_rmsnorm_quant"
-    constants = ("hidden_size",)
+    constants = ("hidden_size", "partials")
     slots = (
         "hidden",
         "residual",
@@ -59,6 +61,8 @@ class AddRmsnormQuant(RowOp):
         "scale",
         "scale_stride",
         "eps",
+        "splits",
+        "m",
     )
 
     def domain(self, op: Op, graph: OpGraph, tiling: Tiling) -> Domain:
@@ -66,7 +70,11 @@ class AddRmsnormQuant(RowOp):
         return Domain(m, -(-size // WIDTH))
 
     def reads(self, op: Op, graph: OpGraph, tiling: Tiling, tile: Tile, splits: Splits) -> tuple[Region, ...]:
-        return tuple(rows_of(graph, op.tensor(r), tile.m, tile.m + 1) for r in ("hidden", "residual"))
+        row = rows_of(graph, op.tensor("residual"), tile.m, tile.m + 1)
+        hidden = op.tensor("hidden")
+        if not op.params["partials"]:
+            return (Region(hidden, row.box), row)
+        return (Region(hidden, ((0, splits[hidden]), *row.box)), row)
 
     def writes(self, op: Op, graph: OpGraph, tiling: Tiling, tile: Tile) -> tuple[Region, ...]:
         row, first = (tile.m, tile.m + 1), tile.n * WIDTH
@@ -76,4 +84,7 @@ class AddRmsnormQuant(RowOp):
 
     def operands(self, op: Op, graph: OpGraph, tiling: Tiling, splits: Splits) -> tuple[Operand, ...]:
         pointers = tuple(Pointer(op.tensor(role)) for role in self.slots[:7])
-        return (*pointers, graph.tensors[op.tensor("scale")].shape[1], float_bits(float(op.params["eps"])))
+        hidden = op.tensor("hidden")
+        m = graph.tensors[hidden].shape[0]
+        stride = graph.tensors[op.tensor("scale")].shape[1]
+        return (*pointers, stride, float_bits(float(op.params["eps"])), splits.get(hidden, 1), m)

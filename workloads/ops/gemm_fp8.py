@@ -26,6 +26,8 @@ from workloads.ops.base import (
 )
 
 ROPE = 64
+MOST_BLOCKS = 64  # k-blocks of a split: a lane holds the scales of two
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 BLOCK_M = {8: (8, 16), 16: (16,), 32: (32, 16), 64: (64, 32)}  # tokens of a tile by the most tokens of a step
 LATENT = 512
 
@@ -106,8 +108,8 @@ class _GemmFp8(OpKind):
             reason += f"{self._most_ctas(tiling)} CTAs a multiprocessor, not {tiling.ctas_per_sm}"
         if reason is None and tiling.split_k > self._k_blocks(op):
             reason = f"{op.name}: split_k={tiling.split_k} exceeds {self._k_blocks(op)} k-blocks"
-        if reason is None and -(-self._k_blocks(op) // tiling.split_k) > 64:
-            reason = f"{op.name}: a split holds at most 64 k-blocks"
+        if reason is None and -(-self._k_blocks(op) // tiling.split_k) > MOST_BLOCKS:
+            reason = f"{op.name}: a split holds at most {MOST_BLOCKS} k-blocks"
         return reason
 
     def domain(self, op: Op, graph: OpGraph, tiling: Tiling) -> Domain:
@@ -175,7 +177,8 @@ class GemmFp8Partial(_GemmFp8):
         n, blocks = graph.tensors[op.tensor("weight")].shape[0], self._k_blocks(op)
         tiles = -(-n // 64)
         # Ranges from one to what puts four CTAs on each of 132 SMs; at least two k-blocks a split.
-        splits = [s for s in (1, 2, 3, 4, 6, 8, 12, 16, 24) if s <= blocks // 2 and tiles * s <= 4 * 132] or [1]
+        fewest = -(-blocks // MOST_BLOCKS)
+        splits = [s for s in SPLITS if fewest <= s <= blocks // 2 and tiles * s <= 4 * 132] or [fewest]
         return {**super().tunables(op, graph), "split_k": tuple(splits)}
 
     def writes(self, op: Op, graph: OpGraph, tiling: Tiling, tile: Tile) -> tuple[Region, ...]:

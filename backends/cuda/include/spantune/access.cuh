@@ -32,6 +32,14 @@ SPANTUNE_DEVICE int load_entry(const int* address) {
   return value;
 }
 
+// A weight that is read before an acquire. Not through the read-only path: the assembler moves such a load behind the
+// acquire if nothing needs it before.
+SPANTUNE_DEVICE float load_early(const float* address) {
+  float value;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(address) : "memory");
+  return value;
+}
+
 // 16 bytes that another op wrote.
 SPANTUNE_DEVICE void load_mutable(uint32_t (&v)[4], const void* address) {
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -84,6 +92,14 @@ SPANTUNE_DEVICE uint4 load_shared_16(uint32_t address) {
 }
 SPANTUNE_DEVICE void store_shared(uint32_t address, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
+// Stores to an address whose origin the compiler has lost sight of: it would take a generic store.
+SPANTUNE_DEVICE void store_global(float* address, float value) {
+  asm volatile("st.global.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
+}
+SPANTUNE_DEVICE void store_global(uint16_t* address, uint32_t pair) {
+  asm volatile("st.global.u32 [%0], %1;" ::"l"(address), "r"(pair) : "memory");
 }
 
 }  // namespace spantune::access

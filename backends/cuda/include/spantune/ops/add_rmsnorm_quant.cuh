@@ -1,7 +1,8 @@
 // r = bf16(hidden + residual); n = bf16(r * rsqrt(mean(r^2) + eps) * w); FP8 of n per 128 values with a power-of-two
 // scale, MN-major. A tile is 2048 values of a token: it reads the whole row for the mean and writes its own part, for
 // reading twice is faster than one CTA's way through the arithmetic and stores of a row.
-// Template parameter: values of a row.
+// Template parameters: values of a row; whether `hidden` is split-K partials, whose sum over splits, in index order, is
+// rounded to bf16 first.
 #pragma once
 
 #include "row.cuh"
@@ -9,10 +10,10 @@
 namespace spantune {
 
 struct AddRmsnormQuantSlots {
-  enum : int { kHidden, kResidual, kWeight, kResidualOut, kNormOut, kQuantised, kScale, kScaleStride, kEps };
+  enum : int { kHidden, kResidual, kWeight, kResidualOut, kNormOut, kQuantised, kScale, kScaleStride, kEps, kSplits, kM };
 };
 
-template <int kHiddenSize>
+template <int kHiddenSize, bool kPartials>
 struct AddRmsnormQuant {
   using Slots = AddRmsnormQuantSlots;
   static constexpr bool kHasLoaders = false;
@@ -31,12 +32,15 @@ struct AddRmsnormQuant {
     if (holds) access::load_constant(w, shell.template pointer<uint16_t>(Slots::kWeight) + own);
     if (shell.math_thread() == 0) shell.announce(Point::kWeightsIssued);
     shell.template acquire<Group::kMath>();
-    const uint16_t* hidden = shell.template pointer<uint16_t>(Slots::kHidden) + row + first;
     const uint16_t* residual = shell.template pointer<uint16_t>(Slots::kResidual) + row + first;
-    each_step(first, [&](int i) {
-      access::load_mutable(a[i], hidden + i * kStep);
-      access::load_mutable(b[i], residual + i * kStep);
-    });
+    each_step(first, [&](int i) { access::load_mutable(b[i], residual + i * kStep); });
+    if constexpr (kPartials) {
+      const float* partial = shell.template pointer<float>(Slots::kHidden) + row + first;
+      each_step(first, [&](int i) { sum_splits(a[i], shell, partial + i * kStep); });
+    } else {
+      const uint16_t* hidden = shell.template pointer<uint16_t>(Slots::kHidden) + row + first;
+      each_step(first, [&](int i) { access::load_mutable(a[i], hidden + i * kStep); });
+    }
     if (shell.math_thread() == 0) shell.announce(Point::kInputsRead);
 
     float squares = 0.0f;
@@ -55,9 +59,7 @@ struct AddRmsnormQuant {
     const float mean = row::mean_of<kHiddenSize>(row::group_sum(shell, squares, 0));
     const float factor = __frsqrt_rn(__fadd_rn(mean, __uint_as_float(shell.scalar(Slots::kEps))));
     normalise(shell, tile.m, row, own, holds, mine, w, factor);
-    shell.release();
-    shell.sync_math();
-    if (shell.math_thread() == 0) shell.announce(Point::kStored);
+    shell.stored();
   }
 
  private:
@@ -68,6 +70,18 @@ struct AddRmsnormQuant {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i)
       if (kHiddenSize % kStep == 0 || first + i * kStep < kHiddenSize) f(i);
+  }
+
+  // Eight neighbouring values from their partials.
+  template <class Shell>
+  static SPANTUNE_DEVICE void sum_splits(uint32_t (&v)[4], const Shell& shell, const float* first) {
+    float4 sum[2];
+    const row::SplitSum<float4, 2, 4> partials(first, shell.scalar(Slots::kM) * kHiddenSize, shell.scalar(Slots::kSplits));
+    partials.add(sum);
+    v[0] = numerics::floats_to_bf16x2(sum[0].x, sum[0].y);
+    v[1] = numerics::floats_to_bf16x2(sum[0].z, sum[0].w);
+    v[2] = numerics::floats_to_bf16x2(sum[1].x, sum[1].y);
+    v[3] = numerics::floats_to_bf16x2(sum[1].z, sum[1].w);
   }
 
   static SPANTUNE_DEVICE void store(uint16_t* address, const uint32_t (&v)[4]) {

@@ -190,9 +190,7 @@ struct BmmBf16 {
           ptx::swizzled(w_box(shell, 0, column / kBoxRows), token, column % kBoxRows / 8));
       *reinterpret_cast<uint4*>(out + static_cast<int64_t>(m) * heads * kOutStride + column) = value;
     }
-    shell.release();
-    shell.sync_math();
-    if (shell.math_thread() == 0) shell.announce(Point::kStored);
+    shell.stored();
   }
 };
 

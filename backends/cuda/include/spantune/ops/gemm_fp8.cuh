@@ -159,8 +159,8 @@ struct GemmFp8 {
       const float* row = shell.template pointer<float>(GemmSlots::kWeightScale) +
                          static_cast<int64_t>(tile.n * kRows / 128) * shell.scalar(GemmSlots::kWeightBlocks) + tile.k_begin;
       const int blocks = tile.k_end - tile.k_begin;
-      low = lane < blocks ? __ldg(row + lane) : 0.0f;
-      high = lane + 32 < blocks ? __ldg(row + lane + 32) : 0.0f;
+      low = lane < blocks ? access::load_early(row + lane) : 0.0f;
+      high = lane + 32 < blocks ? access::load_early(row + lane + 32) : 0.0f;
     }
     SPANTUNE_DEVICE float at(int i) const { return __shfl_sync(~0u, i < 32 ? low : high, i & 31); }
   };
@@ -209,27 +209,36 @@ struct GemmFp8 {
 
 // fp32 partials of one split: out[split][m][n]. A finaliser sums the splits in index order.
 template <int kRows, int kTokens>
-struct PartialEpilogue {
+class PartialEpilogue {
+ public:
+  // Before the k-blocks: where the lane's values go. Pinned there, or the arithmetic would be part of the tail.
   template <class Shell>
-  SPANTUNE_DEVICE void prepare(const Shell&, const Tile&, bool, int, int) {}
+  SPANTUNE_DEVICE void prepare(const Shell& shell, const Tile& tile, bool, int warp, int lane) {
+    const int m_total = shell.scalar(GemmSlots::kM), m = tile.m * kTokens + (lane & 3) * 2;
+    n_total_ = shell.scalar(GemmSlots::kN);
+    const int n = tile.n * kRows + warp * 16 + (lane >> 2);
+    m_left_ = m_total - m;
+    n_left_ = n_total_ - n;
+    out_ = shell.template pointer<float>(GemmSlots::kOut0) +
+           (static_cast<int64_t>(tile.split) * m_total + m) * n_total_ + n;
+    asm volatile("" : "+l"(out_), "+r"(n_total_), "+r"(m_left_), "+r"(n_left_));
+  }
 
   template <class Shell>
-  SPANTUNE_DEVICE void store(const Shell& shell, const Tile& tile, bool holds, int warp, int lane,
-                             const float (&sum)[kTokens / 2]) const {
-    const int m_total = shell.scalar(GemmSlots::kM), n_total = shell.scalar(GemmSlots::kN);
-    float* out = shell.template pointer<float>(GemmSlots::kOut0) + static_cast<int64_t>(tile.split) * m_total * n_total;
+  SPANTUNE_DEVICE void store(const Shell& shell, const Tile&, bool holds, int, int, const float (&sum)[kTokens / 2]) const {
     if (holds) {
 #pragma unroll
       for (int j = 0; j < kTokens / 2; ++j) {
-        const int m = tile.m * kTokens + (j / 4) * 8 + (lane & 3) * 2 + (j & 1);
-        const int n = tile.n * kRows + warp * 16 + (lane >> 2) + (j & 2) * 4;
-        if (m < m_total && n < n_total) out[static_cast<int64_t>(m) * n_total + n] = sum[j];
+        const int m = (j / 4) * 8 + (j & 1), n = (j & 2) * 4;
+        if (m < m_left_ && n < n_left_) access::store_global(out_ + static_cast<int64_t>(m) * n_total_ + n, sum[j]);
       }
     }
-    shell.release();
-    shell.sync_math();
-    if (shell.math_thread() == 0) shell.announce(Point::kStored);
+    shell.stored();
   }
+
+ private:
+  float* out_;
+  int n_total_, m_left_, n_left_;
 };
 
 // Rows of a head: `nope` plain ones to q_nope[M, heads, nope], then 64 rotated ones to the last 64 columns of
@@ -274,12 +283,10 @@ class QueryRopeEpilogue {
         const int m = tile.m * kTokens + (j / 4) * 8 + (lane & 3) * 2 + odd;
         const int row = (lane >> 3) * 2 + (j & 2) * 4;
         const uint32_t pair = numerics::floats_to_bf16x2(odd ? other : sum[j], odd ? sum[j + 1] : other);
-        if (m < m_total) *reinterpret_cast<uint32_t*>(out_ + static_cast<int64_t>(m) * stride_ + row) = pair;
+        if (m < m_total) access::store_global(out_ + static_cast<int64_t>(m) * stride_ + row, pair);
       }
     }
-    shell.release();
-    shell.sync_math();
-    if (shell.math_thread() == 0) shell.announce(Point::kStored);
+    shell.stored();
   }
 
  private:
@@ -297,6 +304,7 @@ class QueryRopeEpilogue {
     out_ = rotated_ ? shell.template pointer<uint16_t>(GemmSlots::kOut1) + head * kQueryColumns + kLatent + atom - nope
                     : shell.template pointer<uint16_t>(GemmSlots::kOut0) + head * nope + atom;
     pair_ = (atom - nope + (lane >> 2)) / 2;
+    if constexpr (kKeepsTable) asm volatile("" : "+l"(out_), "+r"(stride_));  // not in the tail
   }
 
   template <class Shell>

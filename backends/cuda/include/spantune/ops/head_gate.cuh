@@ -144,9 +144,7 @@ struct HeadGate {
       const int m = tile.m * kTokens + i / 4 % kGroups * 8 + (lane & 3) * 2 + (i & 1);
       if (m < m_total) out[m * kHeads + head] = total;
     }
-    shell.release();
-    shell.sync_math();
-    if (shell.math_thread() == 0) shell.announce(Point::kStored);
+    shell.stored();
   }
 };
 

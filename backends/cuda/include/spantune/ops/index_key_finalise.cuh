@@ -48,9 +48,7 @@ struct IndexKeyFinalise {
     shell.sync_math();
     if (thread == 0) shell.announce(Point::kInputsRead);
     if (finishes) finish(shell, lane, slot, weight, bias, rotation);
-    shell.release();
-    shell.sync_math();
-    if (thread == 0) shell.announce(Point::kStored);
+    shell.stored();
   }
 
  private:

@@ -52,9 +52,7 @@ struct IndexQueryFinalise {
     if (lane == 0)
       shell.template pointer<float>(Slots::kHeadWeights)[item] =
           __fmul_rn(__fmul_rn(gate, scale), __uint_as_float(shell.scalar(Slots::kFactor)));
-    shell.release();
-    shell.sync_math();
-    if (shell.math_thread() == 0) shell.announce(Point::kStored);
+    shell.stored();
   }
 
  private:

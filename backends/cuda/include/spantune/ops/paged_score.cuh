@@ -134,9 +134,7 @@ struct PagedScore {
         score_in_turn(shell, tile, block, context, page, first_token);
       }
     }
-    shell.release();
-    shell.sync_math();
-    if (shell.math_thread() == 0) shell.announce(Point::kStored);
+    shell.stored();
   }
 
  private:

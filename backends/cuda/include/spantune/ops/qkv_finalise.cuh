@@ -32,9 +32,7 @@ struct QkvFinalise {
     } else {
       rotary_key(shell, tile.m);
     }
-    shell.release();
-    shell.sync_math();
-    if (shell.math_thread() == 0) shell.announce(Point::kStored);
+    shell.stored();
   }
 
  private:

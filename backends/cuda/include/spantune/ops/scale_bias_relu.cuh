@@ -37,9 +37,7 @@ struct ScaleBiasRelu {
     } else {
       *out = x[0];
     }
-    shell.release();
-    shell.sync_math();
-    if (shell.math_thread() == 0) shell.announce(Point::kStored);
+    shell.stored();
   }
 
  private:

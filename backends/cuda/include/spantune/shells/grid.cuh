@@ -138,8 +138,15 @@ class GridShell {
       if (args_.wait == static_cast<int>(point)) ptx::grid_dependency_wait();
     }
   }
-  // The end of the kernel publishes the stores.
-  SPANTUNE_DEVICE void release() const {}
+  // Called by the math group after its last store. The end of the kernel publishes the stores, so that the group need not
+  // come together where nothing happens at this point.
+  SPANTUNE_DEVICE void stored() const {
+    constexpr int kPoint = static_cast<int>(Point::kStored);
+    if (Part::kTraces || args_.trigger == kPoint || (Part::kPrefetches && args_.prefetch_at == kPoint)) {
+      sync_math();
+      if (math_thread() == 0) announce(Point::kStored);
+    }
+  }
 
   // Called by one thread, once a point and tile, in program order.
   SPANTUNE_DEVICE void announce(Point point) const {
@@ -200,7 +207,7 @@ class ArrivalShell {
   SPANTUNE_DEVICE int math_warp() const { return thread_ / kWarpLanes; }
   template <Group kGroup>
   SPANTUNE_DEVICE void acquire() const {}
-  SPANTUNE_DEVICE void release() const {}
+  SPANTUNE_DEVICE void stored() const {}
   SPANTUNE_DEVICE void announce(Point) const {}
   SPANTUNE_DEVICE void sync_math() const { ptx::named_sync<1, kMathThreads>(); }
 

@@ -69,7 +69,6 @@ class PersistentShell {
     ptx::fence_proxy_async();  // stores of other CTAs were generic; copies by TMA are not
   }
 
-  // Called by the whole math group after its last store.
   SPANTUNE_DEVICE void release() const {
     ptx::fence_proxy_async();
     sync_math();
@@ -79,6 +78,11 @@ class PersistentShell {
         ptx::add_release_gpu(args_.counters + signal[0], signal[1]);
       }
     }
+  }
+  // Called by the whole math group after its last store.
+  SPANTUNE_DEVICE void stored() const {
+    release();
+    sync_math();
   }
   SPANTUNE_DEVICE void announce(Point) const {}
   SPANTUNE_DEVICE void sync_math() const { ptx::named_sync<1, kMathThreads>(); }
