@@ -65,10 +65,8 @@ def build_graph(
     graph = driver.Graph()
     try:
         made = outline(plan, bracket is not None)
-        nodes = {
-            name: _add(graph, launch)
-            for name, launch in kernel_launches(plan, kernels, (addresses, *later), maps, bracket, delay_us).items()
-        }
+        launches = kernel_launches(plan, kernels, (addresses, *later), maps, bracket, delay_us, trace)
+        nodes = {name: _add(graph, launch) for name, launch in launches.items()}
         for edge in made.edges:
             graph.add_edge(nodes[edge.producer], nodes[edge.consumer], edge.kind.value)
         check_edges(tuple(nodes), made.edges, graph.edges())

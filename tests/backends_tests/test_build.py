@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import pytest
@@ -31,12 +32,14 @@ class FakeGraph:
 
     def __init__(self) -> None:
         self.nodes: list[Any] = []
+        self.arguments: list[Any] = []
         self.held: set[tuple[int, int, str]] = set()
         self.state = "open"
         FakeGraph.made.append(self)
 
     def add_kernel(self, kernel: str, grid: Any, threads: int, shared: int, arguments: Any, priority: int = 0) -> int:
         self.nodes.append((kernel, grid, threads, shared, priority))
+        self.arguments.append(arguments)
         return len(self.nodes) - 1
 
     def add_edge(self, producer: int, consumer: int, kind: str = "ordinary") -> None:
@@ -123,3 +126,21 @@ def test_the_first_edge_that_differs_is_named() -> None:
         check_edges(("a", "b", "c"), wanted, {(0, 1, "ordinary"), (1, 2, "ordinary")})
     with pytest.raises(GraphMismatch, match="3 edges, 1 of them .* first, the ordinary edge a -> c is not the plan's"):
         check_edges(("a", "b", "c"), wanted, held | {(0, 2, "ordinary")})
+
+
+def test_every_kernel_of_a_traced_plan_knows_where_its_records_go() -> None:
+    plan = traced(lower(LAYER, default(SPACE), "sm_90a"))
+    build_graph(plan, FakeKernels(), ADDRESSES, MapCache(), None, trace=0x10000)
+    wanted = 0x10000
+    for node, (block,) in zip(plan.nodes, FakeGraph.made[-1].arguments, strict=True):
+        assert struct.unpack_from("<Q", block.raw, 8 * (OPERAND_SLOTS + 1)) == (wanted,), node.op
+        wanted += RECORD_BYTES * node.ctas
+
+
+def test_layers_in_a_row_get_addresses_of_their_own() -> None:
+    plan = chained(lower(LAYER, default(SPACE), "sm_90a"), 2)
+    later = {name: address + 0x1000000 for name, address in ADDRESSES.items()}
+    build_graph(plan, FakeKernels(), ADDRESSES, MapCache(), None, later=[later])
+    firsts = [struct.unpack_from("<Q", block.raw)[0] for (block,) in FakeGraph.made[-1].arguments]
+    for node, address in zip(plan.nodes, firsts, strict=True):
+        assert node.op.split("@")[0] != "A0" or address == (later if node.layer else ADDRESSES)["hidden"]

@@ -37,7 +37,11 @@ needs_disassembler = pytest.mark.skipif(disassembler() is None, reason="needs nv
 
 def kernels(arch: str) -> Iterator[tuple[str, CompileKey, Slots]]:
     """Each op of the workloads at its default tiling, on every core of the target, with what it can be built with."""
-    for graph in (build_graph(AttentionPreShape()), build_output(OutputNormShape()), build_chain(PdlChainShape(layers=1))):
+    for graph in (
+        build_graph(AttentionPreShape()),
+        build_output(OutputNormShape()),
+        build_chain(PdlChainShape(layers=1)),
+    ):
         space = CmpSpace(graph, replace(H200, arch=arch))
         config = space.decode({})
         for name, schedule in config.ops.items():

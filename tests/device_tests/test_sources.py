@@ -31,7 +31,11 @@ H200 = GpuRecord("NVIDIA H200", "sm_90a", 132, 60 << 20, 233472, 232448)
 def default_keys(arch: str) -> dict[str, CompileKey]:
     """One compile key per op of the workloads, at default tilings, on the portable core and on wgmma."""
     keys = {}
-    for graph in (build_graph(AttentionPreShape()), build_output(OutputNormShape()), build_chain(PdlChainShape(layers=1))):
+    for graph in (
+        build_graph(AttentionPreShape()),
+        build_output(OutputNormShape()),
+        build_chain(PdlChainShape(layers=1)),
+    ):
         space = CmpSpace(graph, replace(H200, arch=arch))
         for name, schedule in space.decode({}).ops.items():
             op = graph.ops[name]
