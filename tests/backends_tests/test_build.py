@@ -10,8 +10,9 @@ import pytest
 from backends.cmp import build
 from backends.cmp.build import Bracket, MapCache, build_graph, check_edges
 from backends.errors import GraphMismatch
-from backends.plan.encode import MAP_BYTES
-from backends.plan.launches import EdgeKind, LaunchPlan, PlanEdge, lower
+from backends.measure.trace import RECORD_BYTES
+from backends.plan.encode import MAP_BYTES, OPERAND_SLOTS
+from backends.plan.launches import EdgeKind, LaunchPlan, PlanEdge, chained, lower, traced
 from search_spaces.cmp import CmpSpace, default, serial
 from search_spaces.errors import IllegalConfig
 from search_spaces.gpu import GpuRecord
