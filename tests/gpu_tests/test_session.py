@@ -10,7 +10,7 @@ import pytest
 
 from backends.base import SessionSpec
 from backends.errors import DeviceError
-from backends.plan.launches import delayed
+from backends.plan.launches import delayed, unordered
 from backends.sessions import open_session
 from benchmarks.verdicts import check_both_shells
 from search_spaces.cmp import default, serial
@@ -39,6 +39,20 @@ def test_a_missing_edge_is_seen_as_wrong_bits(session: Any) -> None:
     assert session.verify(run).passed
     kept = tuple(e for e in run.plan.edges if (e.producer, e.consumer) != ("B0f", "D0"))
     plan = delayed(replace(run.plan, edges=kept))
+    raced = replace(run, plan=plan, graphs=[session._graph(plan, 0, 100)])
+    verdict = session.verify(raced)
+    raced.close()
+    run.close()
+    assert not verdict.passed
+    assert verdict.stage == "bits"
+
+
+def test_kernels_that_never_wait_are_seen_as_wrong_bits(session: Any) -> None:
+    """The check that a wait is needed at all: without one, sleeping producers leave poison to their readers."""
+    run = session.prepare(default(session.space))
+    assert session.verify(run).passed
+    plan = unordered(delayed(run.plan))
+    session.kernels.build(plan.binaries())
     raced = replace(run, plan=plan, graphs=[session._graph(plan, 0, 100)])
     verdict = session.verify(raced)
     raced.close()

@@ -90,15 +90,20 @@ class _GemmFp8(OpKind):
         return {
             "core": ("mma_sync", "wgmma"),
             "block_m": block_m,
-            "rows": (64, 128),
+            "rows": (64, 128, 32, 16),
             "stages": (6, 4, 5, 8),
             "ctas_per_sm": (2, 1, 3),
         }
 
     def illegal(self, op: Op, graph: OpGraph, tiling: Tiling) -> str | None:
         reason = super().illegal(op, graph, tiling)
-        if reason is None and tiling.rows == 64 and tiling.stages % 2:
-            reason = f"{op.name}: stages={tiling.stages} is odd, but 64-row tiles have two math groups on one ring"
+        groups = 128 // tiling.rows
+        if reason is None and tiling.stages % groups:
+            reason = (
+                f"{op.name}: stages={tiling.stages}, but {tiling.rows}-row tiles have {groups} math groups on one ring"
+            )
+        if reason is None and tiling.core == "wgmma" and tiling.rows < 64:
+            reason = f"{op.name}: core wgmma takes tiles of 64 rows or more, not {tiling.rows}"
         if reason is None and 2 * tiling.stages * tiling.block_m * 4 > SCRATCH_BYTES:
             reason = f"{op.name}: scales of {tiling.stages} stages of {tiling.block_m} tokens exceed the scratch"
         if reason is None and tiling.core == "mma_sync" and tiling.block_m > 64:

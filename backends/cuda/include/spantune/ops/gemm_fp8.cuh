@@ -3,7 +3,8 @@
 //
 // W and X tiles travel by TMA through one ring of kStages stages; a stage is full when both loaders' bytes have landed.
 // After each k-block the MMA result is promoted to fp32 registers with both scales (DeepGEMM's rule for Hopper's short
-// FP8 accumulators). With 64 rows the two warpgroups take alternate k-blocks and their sums are added in index order.
+// FP8 accumulators). With fewer than 128 rows, groups of warps take k-blocks in turn (64 rows: two warpgroups) and their
+// sums are added in index order.
 #pragma once
 
 #include "../cores/mma_sync.cuh"
@@ -24,7 +25,7 @@ template <int kRows, int kTokens, int kStages, class Core, template <int, int> c
 struct GemmFp8 {
   using Epilogue = EpilogueOf<kRows, kTokens>;
   static constexpr bool kHasLoaders = true;
-  static constexpr int kGroups = 128 / kRows;                  // warpgroups that share one K range
+  static constexpr int kGroups = 128 / kRows;                  // groups of warps that share one K range
   static constexpr int kWarpsPerGroup = kMathWarps / kGroups;  // 16 rows each
   static constexpr int kWBytes = kRows * 128, kXBytes = kTokens * 128, kScaleBytes = kTokens * 4;
   static constexpr int kWPerPage = kPageBytes / kWBytes, kXPerPage = kPageBytes / kXBytes;
@@ -40,9 +41,11 @@ struct GemmFp8 {
   static constexpr bool kScalesAhead = kTokens <= 64;
   // A group that skipped a phase of a stage would pass its parity wait early.
   static_assert(kStages % kGroups == 0, "stages must be a multiple of the math groups that share the ring");
-  static_assert(kRows == 64 || kRows == 128, "weight-tile rows");
+  static_assert(kRows == 16 || kRows == 32 || kRows == 64 || kRows == 128, "weight-tile rows");
+  static_assert(Core::kGenericReads || kWarpsPerGroup % 4 == 0, "wgmma takes whole warpgroups");
   static_assert(kScaleSlots * kScaleBytes <= kScratchBytes && kBarriers <= kMaxBarriers, "ring too deep");
-  static_assert(kGroups == 1 || kAccumulators * 128 * 4 <= kPages * kPageBytes, "the groups' sums pass through the pages");
+  static constexpr int kGroupSums = kAccumulators * kWarpsPerGroup * kWarpLanes * 4;  // bytes of a group's sums
+  static_assert((kGroups - 1) * kGroupSums <= kPages * kPageBytes, "the groups' sums pass through the pages");
 
   static SPANTUNE_DEVICE int arrivals(int barrier) { return barrier < kStages ? 2 : kWarpsPerGroup; }
 
@@ -146,7 +149,7 @@ struct GemmFp8 {
         promote(&sum[4 * j], &acc[4 * j], kScalesAhead ? scale[kScalesAhead ? j : 0] : access::load_shared_pair(scales + j * 32),
                 weight_scale);
     }
-    if constexpr (kGroups == 2) add_groups(shell, group, warp, lane, sum);
+    if constexpr (kGroups > 1) add_groups(shell, group, warp, lane, sum);
     epilogue.store(shell, tile, group == 0, warp, lane, sum);
   }
 
@@ -182,24 +185,23 @@ struct GemmFp8 {
     sum[3] = __fmaf_rn(acc[3], s1, sum[3]);
   }
 
-  // Group 0 ends with sum_0 + sum_1. Page 0 is free: every load into it has been waited for.
+  // Group 0 ends with sum_0 + sum_1 + ... The pages are free: every load into them has been waited for.
   template <class Shell>
   static SPANTUNE_DEVICE void add_groups(const Shell& shell, int group, int warp, int lane, float (&sum)[kAccumulators]) {
     shell.sync_math();
     const uint32_t mine = shell.page(0) + (warp * kAccumulators * kWarpLanes + lane) * 4;
-    if (group == 1) {
+    if (group > 0) {
 #pragma unroll
       for (int j = 0; j < kAccumulators; ++j)
-        asm volatile("st.shared.f32 [%0], %1;" ::"r"(mine + j * kWarpLanes * 4), "f"(sum[j]) : "memory");
+        access::store_shared(mine + (group - 1) * kGroupSums + j * kWarpLanes * 4, sum[j]);
     }
     shell.sync_math();
     if (group == 0) {
 #pragma unroll
-      for (int j = 0; j < kAccumulators; ++j) {
-        float other;
-        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(other) : "r"(mine + j * kWarpLanes * 4) : "memory");
-        sum[j] = __fadd_rn(sum[j], other);
-      }
+      for (int other = 1; other < kGroups; ++other)
+#pragma unroll
+        for (int j = 0; j < kAccumulators; ++j)
+          sum[j] = __fadd_rn(sum[j], access::load_shared(mine + (other - 1) * kGroupSums + j * kWarpLanes * 4));
     }
   }
 };
