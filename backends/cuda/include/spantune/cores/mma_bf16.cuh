@@ -18,14 +18,6 @@ struct MmaBf16 {
         : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   }
-
-  // Stores two accumulator tiles of 8 rows (packed by column pair) transposed: `address` is, in lanes 0 to 7, the
-  // place of column `lane` of the first tile, in lanes 8 to 15 of the second; 16 bytes each.
-  static SPANTUNE_DEVICE void store_transposed(uint32_t address, uint32_t first, uint32_t second) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(first),
-                 "r"(second)
-                 : "memory");
-  }
 };
 
 }  // namespace spantune

@@ -8,7 +8,7 @@
 
 #include "../access.cuh"
 #include "../cores/mma_bf16.cuh"
-#include "../numerics.cuh"
+#include "../fragments.cuh"
 #include "../ptx.cuh"
 
 namespace spantune {
@@ -98,14 +98,24 @@ struct BmmBf16 {
     float sum[kAtoms][kWarpTokens / 8][4];
 #pragma unroll
     for (int i = 0; i < kAtoms * kWarpTokens / 2; ++i) (&sum[0][0][0])[i] = 0.0f;
+    const int stride = shell.scalar(BmmSlots::kHeads) * kOutStride, first = tile.m * kTokens + first_token;
+    uint16_t* out = shell.template pointer<uint16_t>(BmmSlots::kOut) + static_cast<int64_t>(first) * stride +
+                    head_of(tile) * kOutStride + column_of(tile) + first_row;
+    asm volatile("" : "+l"(out));  // not in the tail
     shell.template acquire<Group::kMath>();
 #pragma unroll 1
     for (int i = 0; i < kChunks; ++i) {
       ptx::barrier_wait(shell.barrier(i), 0);
       multiply(sum, shell, i, first_row, first_token);
     }
-    stage(sum, shell, first_row, first_token);
-    store(shell, tile);
+    const int left = shell.scalar(BmmSlots::kM) - first;
+#pragma unroll
+    for (int atom = 0; atom < kAtoms; ++atom)
+#pragma unroll
+      for (int t = 0; t < kWarpTokens; t += 8)
+        fragments::store_tokens(out + static_cast<int64_t>(t) * stride + atom * 16, stride, sum[atom][t / 8], shell.lane(),
+                                left - t);
+    shell.stored();
   }
 
  private:
@@ -156,41 +166,6 @@ struct BmmBf16 {
   }
   static SPANTUNE_DEVICE void add(float (&sum)[4], const uint32_t (&w)[4], uint32_t x0, uint32_t x1) {
     MmaBf16::multiply(sum, w[0], w[1], w[2], w[3], x0, x1);
-  }
-
-  // Rounds and transposes into the boxes of W's first chunk, which all warps have read by then: one row a token, 64
-  // columns a box, swizzled like the loads.
-  template <class Shell>
-  static SPANTUNE_DEVICE void stage(const float (&sum)[kAtoms][kWarpTokens / 8][4], const Shell& shell, int first_row,
-                                    int first_token) {
-    shell.sync_math();
-    const int row = shell.lane() & 7, low = (shell.lane() >> 3) & 1;
-#pragma unroll
-    for (int atom = 0; atom < kAtoms; ++atom) {
-      const int column = first_row + atom * 16;
-      const uint32_t box = w_box(shell, 0, column / kBoxRows);
-#pragma unroll
-      for (int t = 0; t < kWarpTokens / 8; ++t) {
-        const float(&v)[4] = sum[atom][t];
-        MmaBf16::store_transposed(ptx::swizzled(box, first_token + t * 8 + row, column % kBoxRows / 8 + low),
-                                  numerics::floats_to_bf16x2(v[0], v[1]), numerics::floats_to_bf16x2(v[2], v[3]));
-      }
-    }
-    shell.sync_math();
-  }
-
-  template <class Shell>
-  static SPANTUNE_DEVICE void store(const Shell& shell, const Tile& tile) {
-    const int m_total = shell.scalar(BmmSlots::kM), heads = shell.scalar(BmmSlots::kHeads);
-    uint16_t* out = shell.template pointer<uint16_t>(BmmSlots::kOut) + head_of(tile) * kOutStride + column_of(tile);
-    for (int piece = shell.math_thread(); piece < kTokens * kRows / 8; piece += kMathThreads) {
-      const int token = piece / (kRows / 8), column = piece % (kRows / 8) * 8, m = tile.m * kTokens + token;
-      if (m >= m_total) continue;
-      const uint4 value = access::load_shared_16(
-          ptx::swizzled(w_box(shell, 0, column / kBoxRows), token, column % kBoxRows / 8));
-      *reinterpret_cast<uint4*>(out + static_cast<int64_t>(m) * heads * kOutStride + column) = value;
-    }
-    shell.stored();
   }
 };
 

@@ -12,6 +12,7 @@
 #include "../cores/wgmma.cuh"
 #endif
 #include "../access.cuh"
+#include "../fragments.cuh"
 #include "../numerics.cuh"
 
 namespace spantune {
@@ -276,17 +277,10 @@ class QueryRopeEpilogue {
     if (holds) {
       if constexpr (!kKeepsTable) locate(shell, tile, warp, lane);  // again: not held in registers meanwhile
       if (rotated_) rotate(shell, tile, lane, sum);
-      const int m_total = shell.scalar(GemmSlots::kM);
-      const bool odd = lane & 4;
-      // Lanes of neighbouring rows swap halves: the even one stores both rows of the first token, the odd one of the next.
+      const int first = tile.m * kTokens, left = shell.scalar(GemmSlots::kM) - first;
 #pragma unroll
-      for (int j = 0; j < kTokens / 2; j += 2) {
-        const float other = __shfl_xor_sync(~0u, odd ? sum[j] : sum[j + 1], 4);
-        const int m = tile.m * kTokens + (j / 4) * 8 + (lane & 3) * 2 + odd;
-        const int row = (lane >> 3) * 2 + (j & 2) * 4;
-        const uint32_t pair = numerics::floats_to_bf16x2(odd ? other : sum[j], odd ? sum[j + 1] : other);
-        if (m < m_total) access::store_global(out_ + static_cast<int64_t>(m) * stride_ + row, pair);
-      }
+      for (int j = 0; j < kTokens; j += 8)
+        fragments::store_tokens(out_ + static_cast<int64_t>(first + j) * stride_, stride_, &sum[j / 2], lane, left - j);
     }
     shell.stored();
   }
