@@ -6,7 +6,6 @@ number of dimensions and of trials that it sees, so both the view and its share 
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,6 +24,8 @@ VIEW_VALUES = 30_000  # dimensions x trials that one TPE proposal may look at
 MIN_VIEW = 60
 ELITE = 8
 STARTUP = 16
+MANY_DIMENSIONS = 64  # beyond which TPE makes one proposal in RARELY, and neighbours of the best the others
+RARELY = 16
 
 Point = dict[str, Value]
 
@@ -99,7 +100,7 @@ class TpeSampler:
         self._distributions = distributions(space)
         size = max(1, len(self._distributions))
         self._view = min(MAX_VIEW, max(MIN_VIEW, VIEW_VALUES // size))
-        self._rare = math.ceil(size / 64) if size > 128 else 0
+        self._rare = RARELY if size > MANY_DIMENSIONS else 0
         self._sampler = optuna.samplers.TPESampler(
             seed=seed, multivariate=True, constant_liar=True, n_startup_trials=STARTUP
         )
