@@ -25,6 +25,7 @@ from tuner import cli
 from workloads.attention_pre.graph import build_graph
 from workloads.attention_pre.shapes import AttentionPreShape
 from workloads.ops import KINDS
+from workloads.ops.base import Tiling
 from workloads.output_norm.graph import OutputNormShape
 from workloads.output_norm.graph import build_graph as build_output
 from workloads.pdl_chain.graph import PdlChainShape
@@ -71,6 +72,33 @@ def test_every_grid_kernel_waits_first(arch: str, tmp_path: Path) -> None:
         assert report.waits >= 3 and report.guarded > 0
         reads_early = name.split()[0] != "D1f"  # it has no constants
         assert (report.early > 0) == reads_early, name
+
+
+MANY_TOKENS = {
+    "sm_90a": [("wgmma", 32, 64), ("wgmma", 64, 64), ("wgmma", 64, 128), ("wgmma", 128, 64), ("wgmma", 128, 128)],
+    "sm_103a": [("mma_sync", 32, 64), ("mma_sync", 32, 16)],
+}
+
+
+@needs_disassembler
+@pytest.mark.parametrize(("arch", "tile"), [(arch, tile) for arch, tiles in MANY_TOKENS.items() for tile in tiles])
+@pytest.mark.parametrize("name", ["B0", "D0"])
+def test_tiles_of_many_tokens_wait_first(name: str, arch: str, tile: tuple[str, int, int], tmp_path: Path) -> None:
+    """At the most CTAs a multiprocessor that are legal, in one CTA a tile and in loops, without spills."""
+    core, block_m, rows = tile
+    graph = build_graph(AttentionPreShape(requests=max(block_m // 8, 4)))
+    op, stages = graph.ops[name], max(4, 128 // rows)
+    kind = KINDS[op.kind]
+    tilings = [Tiling(core=core, block_m=block_m, rows=rows, stages=stages, ctas_per_sm=n) for n in (3, 2, 1)]
+    tiling = next(t for t in tilings if kind.illegal(op, graph, t) is None)
+    slots = slots_of([(kind, kind.operands(op, graph, tiling, splits_of(graph, serial(CmpSpace(graph, H200)))))], graph)
+    key = compile_key(op, tiling, "grid", arch)
+    for variant in (key, replace(key, loops=True)):
+        cubin = jit.build(grid_source((variant,)), arch, tmp_path)
+        assert cubin.spill_bytes == 0
+        report = lint(cubin.path, slots)
+        assert not report.findings, report.findings[0]
+        assert report.waits >= 3 and report.guarded > 0 and report.early > 0
 
 
 def shared_launch(arch: str, host: str, *guests: str) -> KernelNode:

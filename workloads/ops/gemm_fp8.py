@@ -80,6 +80,7 @@ class _GemmFp8(OpKind):
         "cos_sin",
         "head_rows",
         "nope",
+        "heads",
     )
 
     def tunables(self, op: Op, graph: OpGraph) -> Mapping[str, tuple[int | str, ...]]:
@@ -142,9 +143,9 @@ class _GemmFp8(OpKind):
             graph.tensors[op.tensor("x_scale")].shape[1],
             k // K_BLOCK,
         )
-        return common + self._outputs(op)
+        return common + self._outputs(op, graph)
 
-    def _outputs(self, op: Op) -> tuple[Operand, ...]:
+    def _outputs(self, op: Op, graph: OpGraph) -> tuple[Operand, ...]:
         raise AssertionError("each epilogue states its own operands")
 
     def pages(self, op: Op, tiling: Tiling) -> int:
@@ -205,8 +206,8 @@ class GemmFp8Partial(_GemmFp8):
             return 2 if tiling.block_m <= 16 else 1
         return 1 if tiling.block_m <= 32 else 0
 
-    def _outputs(self, op: Op) -> tuple[Operand, ...]:
-        return (Pointer(op.tensor("out")), 0, 0, 0, 0, 0)
+    def _outputs(self, op: Op, graph: OpGraph) -> tuple[Operand, ...]:
+        return (Pointer(op.tensor("out")), 0, 0, 0, 0, 0, 0)
 
 
 class GemmFp8Query(_GemmFp8):
@@ -239,7 +240,7 @@ class GemmFp8Query(_GemmFp8):
             regions.append(Region(op.tensor("rope"), (m, (head, head + 1), (low, LATENT + last - nope))))
         return tuple(regions)
 
-    def _outputs(self, op: Op) -> tuple[Operand, ...]:
+    def _outputs(self, op: Op, graph: OpGraph) -> tuple[Operand, ...]:
         return (
             Pointer(op.tensor("nope")),
             Pointer(op.tensor("rope")),
@@ -247,4 +248,5 @@ class GemmFp8Query(_GemmFp8):
             Pointer(op.tensor("cos_sin")),
             int(op.params["head_rows"]),
             int(op.params["nope"]),
+            graph.tensors[op.tensor("nope")].shape[1],
         )

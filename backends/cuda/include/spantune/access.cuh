@@ -93,6 +93,10 @@ SPANTUNE_DEVICE uint4 load_shared_16(uint32_t address) {
 SPANTUNE_DEVICE void store_shared(uint32_t address, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
+SPANTUNE_DEVICE void store_shared(uint32_t address, float4 v) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+               : "memory");
+}
 
 // Stores to an address whose origin the compiler has lost sight of: it would take a generic store.
 SPANTUNE_DEVICE void store_global(float* address, float value) {

@@ -1,4 +1,4 @@
-// From accumulator fragments to rows of tokens in memory, without a turn through shared memory.
+// From accumulator fragments to rows of tokens, in memory or in shared memory.
 #pragma once
 
 #include "access.cuh"
@@ -24,6 +24,15 @@ SPANTUNE_DEVICE void store_tokens(uint16_t* out, int stride, const float* v, int
     access::store_global(own, low);
     access::store_global(own + 8, high);
   }
+}
+
+// The same values, transposed into shared memory: 16 rows of a token are 32 bytes there. `address` is, in lanes 0 to 7,
+// the place of row 0 of token `lane`, in lanes 8 to 15 that of row 8 of token `lane` - 8; multiples of 16. The warp
+// calls.
+SPANTUNE_DEVICE void stage_tokens(uint32_t address, const float* v) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address),
+               "r"(numerics::floats_to_bf16x2(v[0], v[1])), "r"(numerics::floats_to_bf16x2(v[2], v[3]))
+               : "memory");
 }
 
 }  // namespace spantune::fragments

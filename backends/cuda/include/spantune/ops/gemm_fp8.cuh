@@ -19,7 +19,7 @@ namespace spantune {
 
 // Operand slots, in the order of workloads/ops/gemm_fp8.py.
 struct GemmSlots {
-  enum : int { kWeightMap, kInputMap, kWeightScale, kInputScale, kM, kN, kScaleStride, kWeightBlocks, kOut0, kOut1, kPositions, kCosSin, kHeadRows, kNope };
+  enum : int { kWeightMap, kInputMap, kWeightScale, kInputScale, kM, kN, kScaleStride, kWeightBlocks, kOut0, kOut1, kPositions, kCosSin, kHeadRows, kNope, kHeads };
 };
 
 template <int kRows, int kTokens, int kStages, class Core, template <int, int> class EpilogueOf>
@@ -47,6 +47,7 @@ struct GemmFp8 {
   static_assert(kScaleSlots * kScaleBytes <= kScratchBytes && kBarriers <= kMaxBarriers, "ring too deep");
   static constexpr int kGroupSums = kAccumulators * kWarpsPerGroup * kWarpLanes * 4;  // bytes of a group's sums
   static_assert((kGroups - 1) * kGroupSums <= kPages * kPageBytes, "the groups' sums pass through the pages");
+  static_assert(Epilogue::kStagedBytes <= kPages * kPageBytes, "the results pass through the pages");
 
   static SPANTUNE_DEVICE int arrivals(int barrier) { return barrier < kStages ? 2 : kWarpsPerGroup; }
 
@@ -214,6 +215,8 @@ struct GemmFp8 {
 template <int kRows, int kTokens>
 class PartialEpilogue {
  public:
+  static constexpr int kStagedBytes = 0;
+
   // Before the k-blocks: where the lane's values go. Pinned there, or the arithmetic would be part of the tail.
   template <class Shell>
   SPANTUNE_DEVICE void prepare(const Shell& shell, const Tile& tile, bool, int warp, int lane) {
@@ -246,27 +249,29 @@ class PartialEpilogue {
 
 // Rows of a head: `nope` plain ones to q_nope[M, heads, nope], then 64 rotated ones to the last 64 columns of
 // q_for_sparse_mla[M, heads, 576]. A warp's 16 rows are all plain or all rotated, so the tile needs only to divide the
-// head. Values go to memory from registers: a way through shared memory would cost the tail two barriers.
+// head. Values of few tokens go to memory from registers: a way through shared memory would cost the tail two barriers.
+// Those of many tokens take that way, for each store from registers reaches eight tokens with 16 bytes each.
 template <int kRows, int kTokens>
 class QueryRopeEpilogue {
  public:
   // Before the k-blocks: where the warp's rows go, and the table values that rotate them, on their way while W streams.
   template <class Shell>
   SPANTUNE_DEVICE void prepare(const Shell& shell, const Tile& tile, bool holds, int warp, int lane) {
-    locate(shell, tile, warp, lane);
-    if (!holds || !rotated_) return;
-    if constexpr (kKeepsTable) {
+    if constexpr (kFromRegisters) {
+      locate(shell, tile, warp, lane);
+      if (!holds || !rotated_) return;
 #pragma unroll
       for (int j = 0; j < kTokens / 2; ++j) {
-        const float* row = table_row(shell, tile, lane, j);
+        const float* row = table_of(shell, tile, (j / 4) * 8 + (lane & 3) * 2 + (j & 1)) + pair_ + (j & 2) * 2;
         asm volatile("ld.global.f32 %0, [%1];" : "=f"(cosine_[j]) : "l"(row) : "memory");
         asm volatile("ld.global.f32 %0, [%1];" : "=f"(sine_[j]) : "l"(row + kRope / 2) : "memory");
       }
     } else {
-      for (int token = lane; token < kTokens; token += kWarpLanes) {
-        const float* row = table_of(shell, tile.m * kTokens + token);
-        asm volatile("prefetch.global.L1 [%0];" ::"l"(row));
-        asm volatile("prefetch.global.L1 [%0];" ::"l"(row + kRope / 2));
+      head_ = tile.n * kRows / shell.scalar(GemmSlots::kHeadRows);
+      if (first_row(shell, tile) + kRows > shell.scalar(GemmSlots::kNope) && shell.math_thread() < kTokens) {
+        const float* row = table_of(shell, tile, shell.math_thread());
+        access::prefetch_l2(row);
+        access::prefetch_l2(row + kRope / 2);
       }
     }
   }
@@ -274,71 +279,142 @@ class QueryRopeEpilogue {
   template <class Shell>
   SPANTUNE_DEVICE void store(const Shell& shell, const Tile& tile, bool holds, int warp, int lane,
                              float (&sum)[kTokens / 2]) {
-    if (holds) {
-      if constexpr (!kKeepsTable) locate(shell, tile, warp, lane);  // again: not held in registers meanwhile
-      if (rotated_) rotate(shell, tile, lane, sum);
-      const int first = tile.m * kTokens, left = shell.scalar(GemmSlots::kM) - first;
-#pragma unroll
-      for (int j = 0; j < kTokens; j += 8)
-        fragments::store_tokens(out_ + static_cast<int64_t>(first + j) * stride_, stride_, &sum[j / 2], lane, left - j);
+    if constexpr (kFromRegisters) {
+      if (holds) store_from_registers(shell, tile, lane, sum);
+    } else {
+      const int thread = static_cast<int>(opaque(shell.math_thread()));
+      shell.sync_math();  // the pages were the ring's, or held the groups' sums
+      const int nope = shell.scalar(GemmSlots::kNope), row = first_row(shell, tile), first = row + warp * 16 - nope;
+      if (row + kRows > nope) {
+        copy_table(shell, tile, thread);
+        shell.sync_math();
+      }
+      if (holds) {
+        if (first >= 0) rotate_by_copy(shell, first, lane, sum);
+        stage(shell, warp, lane, sum);
+      }
+      shell.sync_math();
+      store_staged(shell, tile, thread);
     }
     shell.stored();
   }
 
  private:
   static constexpr int kRope = 64, kLatent = 512, kQueryColumns = kLatent + kRope;
-  static constexpr bool kKeepsTable = kTokens <= 16;  // more would cost a CTA its place on the multiprocessor
+  static constexpr bool kFromRegisters = kTokens <= 16;  // table values of more would cost a CTA its place
+  // Bytes of a token's table row and of its results in shared memory: 16 more than there are, off the banks' period.
+  static constexpr int kTableStride = kRope * 4 + 16, kStride = kRows * 2 + 16;
+
+ public:
+  static constexpr int kStagedBytes = kFromRegisters ? 0 : kTokens * (kTableStride + kStride);
+
+ private:
+
+  // Where the tile's rows begin in their head.
+  template <class Shell>
+  SPANTUNE_DEVICE int first_row(const Shell& shell, const Tile& tile) const {
+    return tile.n * kRows - head_ * shell.scalar(GemmSlots::kHeadRows);
+  }
+  // The cosines of a token of the tile; its sines are half a row further.
+  template <class Shell>
+  static SPANTUNE_DEVICE const float* table_of(const Shell& shell, const Tile& tile, int token) {
+    const int last = shell.scalar(GemmSlots::kM) - 1;
+    const int position = shell.template pointer<int>(GemmSlots::kPositions)[min(tile.m * kTokens + token, last)];
+    return shell.template pointer<float>(GemmSlots::kCosSin) + static_cast<int64_t>(position) * kRope;
+  }
+  // A lane's value of a pair; pairs are neighbouring rows, held by lanes that differ in bit 2.
+  static SPANTUNE_DEVICE void rotate(float& value, int lane, float cosine, float sine) {
+    const float other = __shfl_xor_sync(~0u, value, 4);
+    const bool odd = lane & 4;
+    const auto turned = numerics::rotate(odd ? other : value, odd ? value : other, cosine, sine);
+    value = odd ? turned.odd : turned.even;
+  }
 
   // Where the warp's rows lie in their head, and where they go.
   template <class Shell>
   SPANTUNE_DEVICE void locate(const Shell& shell, const Tile& tile, int warp, int lane) {
     const int head_rows = shell.scalar(GemmSlots::kHeadRows), nope = shell.scalar(GemmSlots::kNope);
     const int row = tile.n * kRows + warp * 16, head = row / head_rows, atom = row - head * head_rows;
-    const int heads = shell.scalar(GemmSlots::kN) / head_rows;
+    const int heads = shell.scalar(GemmSlots::kHeads);
     rotated_ = atom >= nope;
     stride_ = heads * (rotated_ ? kQueryColumns : nope);
     out_ = rotated_ ? shell.template pointer<uint16_t>(GemmSlots::kOut1) + head * kQueryColumns + kLatent + atom - nope
                     : shell.template pointer<uint16_t>(GemmSlots::kOut0) + head * nope + atom;
     pair_ = (atom - nope + (lane >> 2)) / 2;
-    if constexpr (kKeepsTable) asm volatile("" : "+l"(out_), "+r"(stride_));  // not in the tail
+    asm volatile("" : "+l"(out_), "+r"(stride_));  // not in the tail
+  }
+  template <class Shell>
+  SPANTUNE_DEVICE void store_from_registers(const Shell& shell, const Tile& tile, int lane,
+                                            float (&sum)[kTokens / 2]) const {
+    if (rotated_) {
+#pragma unroll
+      for (int j = 0; j < kTokens / 2; ++j) rotate(sum[j], lane, cosine_[j], sine_[j]);
+    }
+    const int first = tile.m * kTokens, left = shell.scalar(GemmSlots::kM) - first;
+#pragma unroll
+    for (int j = 0; j < kTokens; j += 8)
+      fragments::store_tokens(out_ + static_cast<int64_t>(first + j) * stride_, stride_, &sum[j / 2], lane, left - j);
   }
 
+  // Table rows of the tile's tokens into shared memory, each sine behind its cosine.
   template <class Shell>
-  static SPANTUNE_DEVICE const float* table_of(const Shell& shell, int m) {
-    const int last = shell.scalar(GemmSlots::kM) - 1;
-    const int position = shell.template pointer<int>(GemmSlots::kPositions)[min(m, last)];
-    return shell.template pointer<float>(GemmSlots::kCosSin) + static_cast<int64_t>(position) * kRope;
+  static SPANTUNE_DEVICE void copy_table(const Shell& shell, const Tile& tile, int thread) {
+    constexpr int kPieces = kRope / 8;  // of a row: four pairs
+#pragma unroll
+    for (int i = 0; i < kTokens * kPieces / kMathThreads; ++i) {
+      const int index = i * kMathThreads + thread, token = index / kPieces, piece = index % kPieces;
+      const float* row = table_of(shell, tile, token) + piece * 4;
+      const float4 cosine = *reinterpret_cast<const float4*>(row);
+      const float4 sine = *reinterpret_cast<const float4*>(row + kRope / 2);
+      const uint32_t own = shell.page(0) + token * kTableStride + piece * 32;
+      access::store_shared(own, make_float4(cosine.x, sine.x, cosine.y, sine.y));
+      access::store_shared(own + 16, make_float4(cosine.z, sine.z, cosine.w, sine.w));
+    }
   }
-  // The cosine of value j of this lane; its sine is half a row further.
+  // `first`: the warp's first row among the rotated ones.
   template <class Shell>
-  SPANTUNE_DEVICE const float* table_row(const Shell& shell, const Tile& tile, int lane, int j) const {
-    return table_of(shell, tile.m * kTokens + (j / 4) * 8 + (lane & 3) * 2 + (j & 1)) + pair_ + (j & 2) * 2;
-  }
-
-  // Pairs are neighbouring rows, held by lanes that differ in bit 2.
-  template <class Shell>
-  SPANTUNE_DEVICE void rotate(const Shell& shell, const Tile& tile, int lane, float (&sum)[kTokens / 2]) const {
+  static SPANTUNE_DEVICE void rotate_by_copy(const Shell& shell, int first, int lane, float (&sum)[kTokens / 2]) {
+    const uint32_t own = shell.page(0) + (lane & 3) * 2 * kTableStride + (first + (lane >> 2)) / 2 * 8;
 #pragma unroll
     for (int j = 0; j < kTokens / 2; ++j) {
-      float cosine, sine;
-      if constexpr (kKeepsTable) {
-        cosine = cosine_[j], sine = sine_[j];
-      } else {
-        if (j % 8 == 0) asm volatile("" ::: "memory");  // not all table values at once: they would not fit
-        const float* row = table_row(shell, tile, lane, j);
-        cosine = row[0], sine = row[kRope / 2];
-      }
-      const float other = __shfl_xor_sync(~0u, sum[j], 4);
-      const bool odd = lane & 4;
-      const auto turned = numerics::rotate(odd ? other : sum[j], odd ? sum[j] : other, cosine, sine);
-      sum[j] = odd ? turned.odd : turned.even;
+      const float2 turn = access::load_shared_pair(own + ((j / 4) * 8 + (j & 1)) * kTableStride + (j & 2) * 16);
+      rotate(sum[j], lane, turn.x, turn.y);
     }
   }
 
+  template <class Shell>
+  static SPANTUNE_DEVICE uint32_t staged(const Shell& shell, int token) {
+    return shell.page(0) + kTokens * kTableStride + token * kStride;
+  }
+  // The warp's rows, one behind the other for each token.
+  template <class Shell>
+  static SPANTUNE_DEVICE void stage(const Shell& shell, int warp, int lane, const float (&sum)[kTokens / 2]) {
+    const uint32_t own = staged(shell, lane & 7) + warp * 32 + (lane >> 3 & 1) * 16;
+#pragma unroll
+    for (int j = 0; j < kTokens; j += 8) fragments::stage_tokens(own + j * kStride, &sum[j / 2]);
+  }
+  template <class Shell>
+  SPANTUNE_DEVICE void store_staged(const Shell& shell, const Tile& tile, int thread) const {
+    constexpr int kPieces = kRows / 8;  // of a token; a thread's pieces are of the same rows
+    const int nope = shell.scalar(GemmSlots::kNope), left = shell.scalar(GemmSlots::kM) - tile.m * kTokens;
+    const int piece = thread % kPieces, row = first_row(shell, tile) + piece * 8;
+    const int stride = shell.scalar(GemmSlots::kHeads) * (row < nope ? nope : kQueryColumns);
+    uint16_t* out = row < nope
+                        ? shell.template pointer<uint16_t>(GemmSlots::kOut0) + head_ * nope + row
+                        : shell.template pointer<uint16_t>(GemmSlots::kOut1) + head_ * kQueryColumns + kLatent + row - nope;
+    out += static_cast<int64_t>(tile.m * kTokens) * stride;
+#pragma unroll 4
+    for (int token = thread / kPieces; token < min(kTokens, left); token += kMathThreads / kPieces)
+      *reinterpret_cast<uint4*>(out + static_cast<int64_t>(token) * stride) =
+          access::load_shared_16(staged(shell, token) + piece * 16);
+  }
+
+  // From registers: where the warp's rows go, and their table values.
   uint16_t* out_;
   int stride_, pair_;
   bool rotated_;
-  float cosine_[kKeepsTable ? kTokens / 2 : 1], sine_[kKeepsTable ? kTokens / 2 : 1];
+  float cosine_[kFromRegisters ? kTokens / 2 : 1], sine_[kFromRegisters ? kTokens / 2 : 1];
+  int head_;  // staged: the tile's
 };
 
 }  // namespace spantune
