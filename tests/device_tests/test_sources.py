@@ -15,6 +15,7 @@ from backends.plan.launches import CompileKey, compile_key
 from search_spaces.cmp import CmpSpace
 from search_spaces.gpu import GpuRecord
 from tests.device_tests.sass import rounding_kinds
+from tuner.alone import tilings
 from workloads.attention_pre.graph import build_graph
 from workloads.attention_pre.shapes import AttentionPreShape
 from workloads.ops import KINDS
@@ -118,6 +119,25 @@ def test_slots_match_the_device_enums() -> None:
         listed = [[word.strip().split("=")[0].strip() for word in enum.split(",") if word.strip()] for enum in enums]
         wanted = ["k" + "".join(word.capitalize() for word in slot.split("_")) for slot in kind.slots]
         assert wanted in listed, f"{name}: {wanted} is not among {listed}"
+
+
+@pytest.mark.parametrize("requests", [1, 2, 4, 8, 32])
+def test_pages_of_every_legal_tiling_match_the_device_code(requests: int, cache: Path) -> None:
+    """The host allocates by its own formula; the device code's static assertions hold for all that is legal, too."""
+    graph = build_graph(AttentionPreShape(requests=requests))
+    space = CmpSpace(graph, H200)
+    lines = {
+        f"static_assert(spantune::{DEVICE_OPS[op.kind].expression(compile_key(op, tiling, 'grid', 'sm_90a'))}::kPages"
+        f" == {KINDS[op.kind].pages(op, tiling)});"
+        for name, op in graph.ops.items()
+        if name in ("B0", "D0", "D2")
+        for tiling in (found[name] for found in tilings(space, (name,)))
+    }
+    headers = dict.fromkeys(DEVICE_OPS[graph.ops[name].kind].header for name in ("B0", "D2"))
+    includes = [f'#include "spantune/{header}"' for header in headers]
+    source = "\n".join([*includes, *sorted(lines), 'extern "C" __global__ void nothing() {}', ""])
+    assert len(lines) > 20
+    jit.build(source, "sm_90a", cache)
 
 
 def test_tilings_that_share_a_binary_share_a_key() -> None:

@@ -28,7 +28,9 @@ from workloads.ops.base import (
 ROPE = 64
 MOST_BLOCKS = 64  # k-blocks of a split: a lane holds the scales of two
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
-BLOCK_M = {8: (8, 16), 16: (16,), 32: (32, 16), 64: (64, 32)}  # tokens of a tile by the most tokens of a step
+# Tokens of a tile by the most tokens of a step, and for steps of more.
+BLOCK_M = {8: (8, 16), 16: (16,), 32: (32, 16), 64: (64, 32)}
+BLOCK_M_BEYOND = (64, 128, 32)
 LATENT = 512
 
 
@@ -85,9 +87,7 @@ class _GemmFp8(OpKind):
 
     def tunables(self, op: Op, graph: OpGraph) -> Mapping[str, tuple[int | str, ...]]:
         m = graph.tensors[op.tensor("x")].shape[0]
-        block_m = (
-            (8, 16) if m <= 8 else (16,) if m <= 16 else (32, 16) if m <= 32 else (64, 32) if m <= 64 else (64, 128, 32)
-        )
+        block_m = next((choices for most, choices in BLOCK_M.items() if m <= most), BLOCK_M_BEYOND)
         return {
             "core": ("mma_sync", "wgmma"),
             "block_m": block_m,
@@ -105,8 +105,6 @@ class _GemmFp8(OpKind):
             )
         if reason is None and tiling.core == "wgmma" and tiling.rows < 64:
             reason = f"{op.name}: core wgmma takes tiles of 64 rows or more, not {tiling.rows}"
-        if reason is None and 2 * tiling.stages * tiling.block_m * 4 > SCRATCH_BYTES:
-            reason = f"{op.name}: scales of {tiling.stages} stages of {tiling.block_m} tokens exceed the scratch"
         if reason is None and tiling.core == "mma_sync" and tiling.block_m > 64:
             reason = f"{op.name}: core mma_sync has registers for at most 64 tokens, not {tiling.block_m}"
         if reason is None and tiling.ctas_per_sm > self._most_ctas(tiling):
@@ -150,7 +148,9 @@ class _GemmFp8(OpKind):
 
     def pages(self, op: Op, tiling: Tiling) -> int:
         w_per_page, x_per_page = PAGE_BYTES // (tiling.rows * K_BLOCK), PAGE_BYTES // (tiling.block_m * K_BLOCK)
-        return -(-tiling.stages // w_per_page) + -(-tiling.stages // x_per_page)
+        # Scales have two slots a stage, in the scratch if they fit.
+        scales = int(2 * tiling.stages * tiling.block_m * 4 > SCRATCH_BYTES)
+        return -(-tiling.stages // w_per_page) + -(-tiling.stages // x_per_page) + scales
 
     def weight_bytes(self, op: Op, graph: OpGraph) -> int:
         return graph.tensors[op.tensor("weight")].bytes + graph.tensors[op.tensor("weight_scale")].bytes

@@ -31,12 +31,14 @@ struct GemmFp8 {
   static constexpr int kWBytes = kRows * 128, kXBytes = kTokens * 128, kScaleBytes = kTokens * 4;
   static constexpr int kWPerPage = kPageBytes / kWBytes, kXPerPage = kPageBytes / kXBytes;
   static constexpr int kWPages = (kStages + kWPerPage - 1) / kWPerPage;
-  static constexpr int kPages = kWPages + (kStages + kXPerPage - 1) / kXPerPage;
+  static constexpr int kXPages = (kStages + kXPerPage - 1) / kXPerPage;
   static constexpr int kBarriers = 2 * kStages;
   static constexpr int kAccumulators = kTokens / 2;
   // NOTE: twice the stages. A warp's read of the scales may still be in flight when it releases the stage, and was seen
   // to return what the refill had written; a slot that is refilled a whole ring later cannot be overtaken.
   static constexpr int kScaleSlots = 2 * kStages;
+  static constexpr bool kScalesInPage = kScaleSlots * kScaleBytes > kScratchBytes;
+  static constexpr int kPages = kWPages + kXPages + kScalesInPage;
   // Whether a warp reads them before its multiplication. Many would cost registers, and the slots are safe to read until
   // the warp has released the stage once more.
   static constexpr bool kScalesAhead = kTokens <= 64;
@@ -44,7 +46,7 @@ struct GemmFp8 {
   static_assert(kStages % kGroups == 0, "stages must be a multiple of the math groups that share the ring");
   static_assert(kRows == 16 || kRows == 32 || kRows == 64 || kRows == 128, "weight-tile rows");
   static_assert(Core::kGenericReads || kWarpsPerGroup % 4 == 0, "wgmma takes whole warpgroups");
-  static_assert(kScaleSlots * kScaleBytes <= kScratchBytes && kBarriers <= kMaxBarriers, "ring too deep");
+  static_assert(kScaleSlots * kScaleBytes <= kPageBytes && kBarriers <= kMaxBarriers, "ring too deep");
   static constexpr int kGroupSums = kAccumulators * kWarpsPerGroup * kWarpLanes * 4;  // bytes of a group's sums
   static_assert((kGroups - 1) * kGroupSums <= kPages * kPageBytes, "the groups' sums pass through the pages");
   static_assert(Epilogue::kStagedBytes <= kPages * kPageBytes, "the results pass through the pages");
@@ -58,6 +60,10 @@ struct GemmFp8 {
   template <class Shell>
   static SPANTUNE_DEVICE uint32_t x_tile(const Shell& shell, int stage) {
     return shell.page(kWPages + stage / kXPerPage) + (stage % kXPerPage) * kXBytes;
+  }
+  template <class Shell>
+  static SPANTUNE_DEVICE uint32_t scales_of(const Shell& shell, int i) {
+    return (kScalesInPage ? shell.page(kWPages + kXPages) : shell.scratch()) + i % kScaleSlots * kScaleBytes;
   }
   template <class Shell>
   static SPANTUNE_DEVICE uint32_t full(const Shell& shell, int stage) { return shell.barrier(stage); }
@@ -104,14 +110,15 @@ struct GemmFp8 {
     if (shell.lane() == 0) {
       const float* scales = shell.template pointer<float>(GemmSlots::kInputScale) + tile.m * kTokens;
       const int stride = shell.scalar(GemmSlots::kScaleStride);
+      // What lies behind the scales of the last token may be no memory of ours.
+      const int scale_bytes = min(kTokens, stride - tile.m * kTokens) * 4;
 #pragma unroll 1
       for (int i = 0; i < tile.k_end - tile.k_begin; ++i) {
         const int stage = i % kStages, k = tile.k_begin + i;
         if (i >= kStages) ptx::barrier_wait(empty(shell, stage), ((i / kStages) & 1) ^ 1);
-        ptx::barrier_arrive_expect(full(shell, stage), kXBytes + kScaleBytes);
+        ptx::barrier_arrive_expect(full(shell, stage), kXBytes + scale_bytes);
         ptx::copy_tile_2d(x_tile(shell, stage), map, k * 128, tile.m * kTokens, full(shell, stage), ptx::kEvictLast);
-        ptx::copy_bulk(shell.scratch() + i % kScaleSlots * kScaleBytes, scales + static_cast<int64_t>(k) * stride, kScaleBytes,
-                       full(shell, stage));
+        ptx::copy_bulk(scales_of(shell, i), scales + static_cast<int64_t>(k) * stride, scale_bytes, full(shell, stage));
       }
       shell.announce(Point::kInputsRead);
     }
@@ -134,7 +141,7 @@ struct GemmFp8 {
     for (int i = group; i < blocks; i += kGroups) {
       const int stage = i % kStages;
       ptx::barrier_wait(full(shell, stage), (i / kStages) & 1);
-      const uint32_t scales = shell.scratch() + i % kScaleSlots * kScaleBytes + (lane & 3) * 8;
+      const uint32_t scales = scales_of(shell, i) + (lane & 3) * 8;
       float acc[kAccumulators];
       float2 scale[kScalesAhead ? kTokens / 8 : 1];
       if constexpr (kScalesAhead) {
@@ -175,7 +182,13 @@ struct GemmFp8 {
     const int stage = i % kStages;
     ptx::barrier_arrive_expect(full(shell, stage), kWBytes);  // rows past N count too: the box is zero-filled
     ptx::copy_tile_2d(w_tile(shell, stage), map, (tile.k_begin + i) * 128, tile.n * kRows, full(shell, stage),
-                      ptx::kEvictFirst);
+                      weight_policy(shell));
+  }
+  // W is read once, unless there are more tokens than a tile has: then again a wave later, from L2 if it is still there.
+  template <class Shell>
+  static SPANTUNE_DEVICE uint64_t weight_policy(const Shell& shell) {
+    if (kTokens < 32) return ptx::kEvictFirst;
+    return shell.scalar(GemmSlots::kM) <= kTokens ? ptx::kEvictFirst : ptx::kEvictNormal;
   }
 
   // Eight tokens' products of a k-block.
